@@ -185,11 +185,10 @@ GPU_SPEED := start drafts bandwidth sampling
 GPU_TESTS := $(PYTHON) -m pytest -m gpu --confcutdir tests/gpu
 
 # cuda, or cpu: `make gpu-first GPU_DEVICE=cpu` tries the measurements of gpu-first without a GPU, with
-# small models and the packages of .venv, if there is one, and measures the host's part of a GPU's rounds.
+# small models and the packages of .venv, if there is one.
 GPU_DEVICE ?= cuda
 ifeq ($(GPU_DEVICE),cpu)
 gpu-first: PYTHON := $(firstword $(wildcard $(BIN)/python) $(PYTHON))
-GPU_FIRST += host
 GPU_PACKAGES :=
 else
 gpu-first: gpu-wheels
@@ -221,14 +220,13 @@ gpu-wheels:
 	[ ! -d $(GPU_WHEELS) ] || $(PYTHON) -m pip install --quiet --no-index --no-deps --no-compile \
 	    --upgrade --target $(GPU_PACKAGES) $(GPU_WHEELS)/*.whl
 
-# What gpu-check needs besides PyTorch and transformers: pytest, gRPC, and xformers, a baseline for the
-# attention kernels. For a machine without a package index: wheels for its Python, to be taken there
-# with the repository.
+# What gpu-check needs besides PyTorch and transformers: pytest and gRPC. For a machine without a package
+# index: wheels for its Python, to be taken there with the repository.
 gpu-packages:
 	$(PYTHON) -m pip download --quiet --dest $(GPU_WHEELS) --no-deps --only-binary=:all: \
 	    --python-version $(GPU_PYTHON) $(GPU_PLATFORMS:%=--platform %) \
 	    --constraint constraints.txt grpcio grpcio-status grpcio-health-checking \
-	    grpcio-reflection googleapis-common-protos protobuf xformers rich markdown-it-py mdurl \
+	    grpcio-reflection googleapis-common-protos protobuf rich markdown-it-py mdurl \
 	    pytest pytest-asyncio pytest-xdist execnet iniconfig packaging pluggy pygments
 
 # A larger demo target (about 26 M parameters, context 8192) in under ten minutes.

@@ -18,9 +18,9 @@ BUDGET = {
     "services/verifier": 10_810,
     "services/drafter": 13_500,
     "client": 15_650,
-    "train": 6_230,
-    "bench": 9_490,
-    "tests": 57_360,
+    "train": 6_090,
+    "bench": 7_270,
+    "tests": 57_180,
 }
 """Maximum number of lines."""
 

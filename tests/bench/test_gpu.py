@@ -8,19 +8,19 @@ import os
 import runpy
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
-from paceline.bench.gpu import bits, profiles, rounds, start, step, texts
-from paceline.bench.gpu.__main__ import MEASUREMENTS, main, run
+from paceline.bench.gpu import __main__ as gpu
+from paceline.bench.gpu import decoder, profiles, services
 from paceline.bench.gpu.cases import EIGHT_BILLION, missed_targets
-from paceline.decoder import DecoderConfig
 
 TESTS = Path(__file__).parents[1] / "gpu"
+CUDA = torch.device("cuda")
 
 BLOCKER = """
 import importlib.abc, importlib.metadata, sys
@@ -47,12 +47,10 @@ importlib.metadata.version = no_paceline
 IMPORTS = """
 import importlib
 from pathlib import Path
-from paceline.bench.gpu.__main__ import MEASUREMENTS
+import paceline.bench.gpu.__main__
 from paceline.cli.main import COMMANDS, build_parser
 from paceline.drafter.methods import method_class, method_names
 
-for module in MEASUREMENTS:
-    importlib.import_module(f"paceline.bench.gpu.{module}")
 build_parser([command for command in COMMANDS if command.name in ("verifier", "drafter")])
 for name in ("verifier", "drafter", "client", "harness", "verifier.kv.pool", "kv.cuda"):
     importlib.import_module(f"paceline.{name}")
@@ -72,84 +70,52 @@ def test_neither_telemetry_nor_tools_nor_an_installation_is_needed() -> None:
     done = subprocess.run(
         [sys.executable, "-c", BLOCKER + IMPORTS, str(TESTS)],
         env={**os.environ, "TRITON_INTERPRET": "0"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_results_are_written_and_failures_do_not_stop_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(MEASUREMENTS, "nothing", 300.0)
+    monkeypatch.setitem(gpu.MEASUREMENTS, "nothing", (lambda device: None, 300.0))
     command = ["gpu", "--device", "cpu", "--only", "nothing", "--only", "bits", "--seed", "5"]
     monkeypatch.setattr(sys, "argv", [*command, "--output", str(tmp_path)])
-    assert main() == 1
+    assert gpu.main() == 1
     written = json.loads((tmp_path / "cpu.json").read_text())
     assert written["seed"] == 5
-    assert "No module named" in written["results"]["nothing"]["error"]
+    assert "invalid choice" in written["results"]["nothing"]["error"]
     assert "interpreter" in written["results"]["bits"]["skipped"]
-    assert "took more than 0.05 seconds" in run("bits", "cpu", 0, 0.05)["error"]
+    assert "took more than 0.05 seconds" in gpu.run("bits", "cpu", 0, 0.05)["error"]
+
+
+def test_it_needs_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:  # type: ignore[type-arg]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["gpu"])
+    assert gpu.main() == 2
+    assert "needs a CUDA device" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_products_bits_and_steps_end_well_on_a_cpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    only = [word for name in ("products", "bits", "step") for word in ("--only", name)]
-    monkeypatch.setattr(sys, "argv", ["gpu", "--device=cpu", *only, "--output", str(tmp_path)])
-    for name in ("products", "bits", "step"):
-        monkeypatch.setitem(MEASUREMENTS, name, 300.0)
-    assert main() == 0
-    found = json.loads((tmp_path / "cpu.json").read_text())["results"]
-    products = {name: facts for name, facts in found["products"].items() if name != "seconds"}
-    assert len(products) == 6 * 4
-    for name, facts in products.items():
-        assert list(facts["us"]) == ["1", "8", "16", "64", "128", "288", "512"], name
-    integers = [facts for name, facts in products.items() if "rotated" in name]
-    assert [facts["rows_with_other_bits"] for facts in integers] == [[]] * 6
-    for weights in ("float32", "int8"):
-        figures = found["step"][f"{weights}, context 300"]
-        assert figures["step_ms"] == figures["ms_by_nodes"]["1"] > 0
-    assert found["step"]["float32, weight_bytes"] == 4 * found["step"]["int8, weight_bytes"]
-
-
-@pytest.mark.slow
-def test_rounds_are_measured_by_their_parts() -> None:
-    """With a small target on the CPU: its process fails if a text depends on the drafter."""
-    found = run("rounds", "cpu", 0, 400.0)
+@pytest.mark.parametrize("name", sorted({*gpu.MEASUREMENTS} - {"bits"}))
+def test_a_measurement_ends_well_on_a_cpu(name: str) -> None:
+    """Its process fails if a text depends on the drafter; models are small, and texts few."""
+    found = gpu.run(name, "cpu", 0, 400.0)
     assert "error" not in found, found
-    assert found["left_out"] == []
-    assert found[rounds.WARM]["verifier"] > 0
-    for sampling in ("T = 0", "top-p"):
-        plain, counted = (found[f"2 x {name}, {sampling}"] for name in ("none", "count"))
-        assert plain["tokens_a_round"] == 1
-        assert counted["tokens_a_round"] > 2, "most drafted tokens are right"
-        for drafter in ("count", "longspec", "dspark"):
-            times = found[f"1 x {drafter}, {sampling}"]
-            assert times["rounds"] > 0
-            assert times["draft_us"] > 0
+    if name == "rounds":
+        assert found["left_out"] == []
+        for sampling in services.SAMPLING:
+            plain, counted = (found[f"2 x {name}, {sampling}"] for name in ("none", "count"))
+            assert plain["tokens_a_round"] == 1
+            assert counted["tokens_a_round"] > 2, "most drafted tokens are right"
+            times = found[f"1 x dspark, {sampling}"]
             ratio = times["round_us"] / found[f"1 x none, {sampling}"]["round_us"]
             assert times["round_over_plain"] == pytest.approx(ratio, abs=0.001)
-        for name in ("none", "count"):
-            assert found[f"32 x {name}, {sampling}"]["rounds"] > 0
-    assert found["transformers"]["ms_a_token"] > 0
-
-
-def test_what_no_time_is_left_for_is_left_out(tmp_path: Path) -> None:
-    """Cases that have targets and those that have none, and profiles."""
-    found, left_out = asyncio.run(
-        rounds.measure_all(
-            "127.0.0.1:1", "127.0.0.1:1", ["count", "longspec", "dspark"],
-            EIGHT_BILLION, 0.0, tmp_path,
-        )
-    )  # fmt: skip
-    assert not found
-    cases = len(rounds.SEQUENCES) * 4
-    assert len(left_out) == cases * len(rounds.SAMPLING) + cases
-    assert {"8 x none, T = 0: no time is left", "8 x count, top-p: no time is left"} < {*left_out}
-    assert not list(tmp_path.iterdir())
+    elif name == "products":
+        integers = [facts for key, facts in found.items() if "rotated" in key]
+        assert [facts["rows_with_other_bits"] for facts in integers] == [[]] * 6
+    elif name == "texts":
+        assert all(each["different"] == 0 for key, each in found.items() if "at once" in key)
 
 
 def test_a_large_figure_and_none_miss_a_target() -> None:
@@ -165,167 +131,102 @@ def test_a_large_figure_and_none_miss_a_target() -> None:
 def test_goals_of_usual_rounds_are_targets() -> None:
     """370 tokens a second for one user, and 1.8 and 1.5 times plain decoding for 8 and 32."""
     for name in ("longspec", "dspark"):
-        one = rounds.TARGETS[f"1 x {name}, T = 0", "round_us"]
-        assert rounds.USUAL_ROUND / one * 1e6 == pytest.approx(370)
+        one = services.TARGETS[f"1 x {name}, T = 0", "round_us"]
+        assert services.USUAL_ROUND / one * 1e6 == pytest.approx(370)
         for users, speedup in ((8, 1.8), (32, 1.5)):
-            ratio = rounds.TARGETS[f"{users} x {name}, T = 0", "round_over_plain"]
-            assert rounds.USUAL_ROUND / ratio == pytest.approx(speedup)
+            ratio = services.TARGETS[f"{users} x {name}, T = 0", "round_over_plain"]
+            assert services.USUAL_ROUND / ratio == pytest.approx(speedup)
 
 
-class IdleService:
-    """What starts a service, without one."""
-
-    address = "127.0.0.1:1"
-
-    def __init__(self, *_: object, **__: object) -> None:
-        """Take any arguments."""
-
-    def __enter__(self) -> IdleService:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing to stop."""
+def test_what_no_time_is_left_for_is_left_out(tmp_path: Path) -> None:
+    """Cases that have targets and those that have none, and profiles."""
+    address, names = "127.0.0.1:1", ["count", "longspec", "dspark"]
+    found, left_out = asyncio.run(
+        services.measure_all(address, address, names, EIGHT_BILLION, 0.0, tmp_path)
+    )
+    assert not found
+    cases = len(services.SEQUENCES) * 4
+    assert len(left_out) == cases * len(services.SAMPLING) + cases
+    assert not list(tmp_path.iterdir())
 
 
-@pytest.fixture
-def rounds_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, float]]:
-    """Rounds without models and services, which reach all targets; returns their figures."""
+MISSES = {
+    "nothing": "",
+    "a figure": "8 x longspec, T = 0: round_over_plain has no figure",
+    "a start": f"{services.WARM}: verifier is .*, above -1",
+    "a package": "transformers: it is not installed",
+    "a case": "8 x none: no time is left",
+}
+
+
+@pytest.mark.parametrize("missing", MISSES)
+def test_rounds_on_a_gpu_fail_where_anything_is_missing(
+    missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without models and services, with figures that reach all targets."""
     found: dict[str, dict[str, float]] = {}
-    for (case, part), limit in rounds.TARGETS.items():
+    for (case, part), limit in services.TARGETS.items():
         found.setdefault(case, {})[part] = limit
+    left_out = ["8 x none: no time is left"] if missing == "a case" else []
+    if missing == "a figure":
+        found["8 x longspec, T = 0"].pop("round_over_plain")
+    if missing == "a start":  # none takes less than no time
+        start = services.WARM, "verifier"
+        monkeypatch.setitem(services.TARGETS, start, services.TARGETS[start] - 26)
 
     async def measure_all(*_: object) -> tuple[dict[str, dict[str, float]], list[str]]:
-        return found, []
+        return found, left_out
 
-    monkeypatch.setattr(sys, "argv", ["rounds", "cuda", "0"])
-    monkeypatch.setattr(rounds, "arguments", lambda: torch.device("cuda"))
-    monkeypatch.setattr(rounds, "write_target", lambda *_: None)
-    monkeypatch.setattr(rounds, "write_drafters", lambda *_: {})
-    monkeypatch.setattr(rounds, "ServiceProcess", IdleService)
-    monkeypatch.setattr(rounds, "measure_all", measure_all)
-    monkeypatch.setattr(rounds, "transformers_rate", lambda *_: 20.0)
-    return found
-
-
-def test_rounds_on_a_gpu_end_well_with_every_figure(
-    rounds_on_a_gpu: dict[str, dict[str, float]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    rounds.main()
-    assert rounds.WARM in capsys.readouterr().out
-
-
-def test_rounds_on_a_gpu_fail_without_a_figure(
-    rounds_on_a_gpu: dict[str, dict[str, float]],
-) -> None:
-    rounds_on_a_gpu["8 x longspec, T = 0"].pop("round_over_plain")
-    with pytest.raises(SystemExit, match="8 x longspec, T = 0: round_over_plain has no figure"):
-        rounds.main()
-
-
-@pytest.mark.usefixtures("rounds_on_a_gpu")
-def test_rounds_on_a_gpu_fail_after_a_slow_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that compiles no kernels; no start takes less than no time."""
-    start = rounds.WARM, "verifier"
-    monkeypatch.setitem(rounds.TARGETS, start, rounds.TARGETS[start] - 26)
-    with pytest.raises(SystemExit, match=f"{rounds.WARM}: verifier is .*, above -1"):
-        rounds.main()
-
-
-@pytest.mark.usefixtures("rounds_on_a_gpu")
-def test_rounds_on_a_gpu_fail_without_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounds, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match="transformers: it is not installed"):
-        rounds.main()
-
-
-def test_rounds_on_a_gpu_fail_where_a_case_was_left_out(
-    rounds_on_a_gpu: dict[str, dict[str, float]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def measure_all(*_: object) -> tuple[dict[str, dict[str, float]], list[str]]:
-        return rounds_on_a_gpu, ["8 x none: no time is left"]
-
-    monkeypatch.setattr(rounds, "measure_all", measure_all)
-    with pytest.raises(SystemExit, match="8 x none: no time is left"):
-        rounds.main()
+    for name in ("write_target", "write_drafters", "ServiceProcess"):
+        monkeypatch.setattr(services, name, MagicMock())
+    monkeypatch.setattr(services, "measure_all", measure_all)
+    monkeypatch.setattr(services, "transformers_rate", lambda *_: 20.0)
+    if missing == "a package":
+        monkeypatch.setattr(services, "find_spec", lambda name: None)
+    if missing == "nothing":
+        services.rounds(CUDA)
+        return
+    with pytest.raises(SystemExit, match=MISSES[missing]):
+        services.rounds(CUDA)
 
 
 @pytest.mark.parametrize("slow", [False, True])
-def test_steps_on_a_gpu_have_targets_in_both_formats(
+def test_steps_and_starts_on_a_gpu_have_targets(
     slow: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Behind contexts where a chunk of keys begins, and behind others."""
 
-    def measure(
-        config: DecoderConfig, contexts: Sequence[int], *_: object
-    ) -> dict[str, dict[str, Any]]:
+    def measure(config: Any, contexts: Any, *_: object) -> dict[str, dict[str, Any]]:
         figures = {"step_ms": 4.3 if slow else 4.1, "step_over_fast": 1.0, "64_nodes_over_step": 1}
         assert {n % 256 for n in contexts} > {0}
         return {f"{config.weights}, context {n}": figures for n in contexts}
 
-    monkeypatch.setattr(step, "arguments", lambda: torch.device("cuda"))
-    monkeypatch.setattr(step, "copy_bandwidth", lambda device: 3000.0)
-    monkeypatch.setattr(step, "measure", measure)
-    if slow:
-        with pytest.raises(SystemExit, match="int8, context 2048: step_ms is"):
-            step.main()
-    else:
-        step.main()
+    monkeypatch.setattr(decoder, "copy_bandwidth", lambda device: 3000.0)
+    monkeypatch.setattr(decoder, "measure", measure)
+    monkeypatch.setattr(services, "seconds_to_start", lambda *_: {"both": 20.0 + 0.1 * slow})
+    if not slow:
+        decoder.step(CUDA)
+        services.start(CUDA)
+        return
+    with pytest.raises(SystemExit, match="int8, context 2048: step_ms is"):
+        decoder.step(CUDA)
+    with pytest.raises(SystemExit, match="seconds_to_start_cold: both is"):
+        services.start(CUDA)
 
 
-@pytest.mark.parametrize("differing", bits.CONTEXTS)
+@pytest.mark.parametrize("differing", decoder.CONTEXTS)
 def test_other_bits_in_any_format_of_weights_are_an_error(
     differing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bits, "arguments", lambda: torch.device("cuda"))
-    monkeypatch.setattr(bits, "check", lambda config, *_: 3 * (config.weights == differing))
-    assert list(bits.CONTEXTS) == ["bfloat16", "int8"]
+    monkeypatch.setattr(decoder, "check", lambda config, *_: 3 * (config.weights == differing))
     with pytest.raises(SystemExit, match="3 rows differ"):
-        bits.main()
-
-
-@pytest.mark.slow
-def test_drafts_are_measured_in_both_formats_of_weights() -> None:
-    found = run("drafts", "cpu", 0, 300.0)
-    assert "error" not in found, found
-    for drafter in ("longspec", "dspark"):
-        for weights in ("bfloat16", "int8"):
-            assert found[f"2 x {drafter}, {weights}"]["draft_ms"] > 0
-
-
-@pytest.mark.slow
-def test_texts_of_the_demo_are_compared_in_all_ways() -> None:
-    found = run("texts", "cpu", 0, 300.0)
-    assert "error" not in found, found
-    cases = [name for name in found if "at once" in name]
-    formats, ways = len(texts.FORMATS), len(texts.AT_ONCE) * (1 + len(texts.DRAFTERS)) - 1
-    assert len(cases) == formats * ways
-    assert all(found[name]["different"] == 0 for name in cases)
-
-
-@pytest.mark.slow
-def test_a_start_is_measured_cold_and_warm() -> None:
-    found = run("start", "cpu", 0, 150.0)
-    assert "error" not in found, found
-    for name in ("seconds_to_start_cold", "seconds_to_start_warm"):
-        parts = found[name]
-        assert parts["both"] == pytest.approx(parts["verifier"] + parts["drafter"], abs=0.2)
-
-
-@pytest.mark.parametrize("seconds", [20.0, 20.1])
-def test_a_cold_start_has_a_target(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start, "arguments", lambda: torch.device("cuda"))
-    monkeypatch.setattr(start, "start", lambda *_: {"both": seconds})
-    if seconds > 20:
-        with pytest.raises(SystemExit, match="seconds_to_start_cold: both is"):
-            start.main()
-    else:
-        start.main()
+        decoder.bits(CUDA)
 
 
 def test_services_on_a_gpu_fail_without_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    file = TESTS / "processes" / "gpu_services.py"
-    services = runpy.run_path(str(file))
-    require_services = services["require_services"]
+    require_services = runpy.run_path(str(TESTS / "processes" / "gpu_services.py"))[
+        "require_services"
+    ]
     require_services()
     monkeypatch.setitem(require_services.__globals__, "_PACKAGES", ("grpc", "no_such_package"))
     outcomes = (pytest.fail.Exception, pytest.skip.Exception)
@@ -342,20 +243,9 @@ def test_a_service_writes_a_profile_for_each_trigger(tmp_path: Path) -> None:
         f"file = Path({str(output)!r})\n"
         "while not file.exists() or not file.stat().st_size:\n    time.sleep(0.01)\n"
     )
-    paths = [str(tmp_path / "hook"), *sys.path]
+    paths = os.pathsep.join(filter(None, [str(tmp_path / "hook"), *sys.path]))
     subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **variables},
-        check=True,
-        timeout=60,
-    )
+        [sys.executable, "-c", program], check=True, timeout=60,
+        env={**os.environ, "PYTHONPATH": paths, **variables},
+    )  # fmt: skip
     assert "## verifier, 1 x none" in output.read_text()
-
-
-def test_it_needs_a_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["gpu", "--output", str(tmp_path)])
-    assert main() == 2
-    assert "needs a CUDA device" in capsys.readouterr().err

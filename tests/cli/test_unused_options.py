@@ -27,16 +27,13 @@ LINES = [
     (f"drafter --load=a=ngram --target={TARGET}", ""),
     ("drafter --load=a=ngram", "--target-weights=int4"),
     ("drafter", "--target-weights=int4"),
-    ("bench headline", "--step=x --entry=x --weights=int8"),
     ("bench replay x.json.gz", "--count=2 --weights=int8 --label=x --nodes=3"),
-    ("bench table --markdown", "--minutes=3 --weights=int4 --users=1 --always"),
     ("bench table", "--llama-server=x --openvino-python=x --vllm-drafter=a=ngram"),
     ("bench step", "--llama-model=x --vllm-python=x --openvino-model=x"),
     ("bench step --profile", "--repeats=3 --synthetic --rivals --cold --llama-model=x"),
     ("bench step", "--resume"),
     (f"bench step --target={TARGET}", "--models=x"),
-    ("bench papers attention", "--users=1 --speed --temperature=1 --steps=3"),
-    ("bench papers dspark", "--own-text=x --signals=x --train=x --work=x"),
+    ("bench papers attention", "--users=1 --speed --temperature=1"),
     ("bench papers load", "--contexts=5 --ratios=0.1 --rows=3 --policies=streaming"),
 ]
 

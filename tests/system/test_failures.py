@@ -14,9 +14,9 @@ from typing import Any
 import grpc
 import pytest
 from calls import eventually
+from proxy import Proxy
 from system_support import EAGER, THREADS, generate_and, make_prompts, open_segments, wait_joined
 
-from paceline.bench.proxy import Proxy
 from paceline.client import Client, DraftOptions, RetryOptions
 from paceline.drafter.kv.exchange import KvExchange, VerifierAccess
 from paceline.harness import ServiceProcess

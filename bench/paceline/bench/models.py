@@ -19,11 +19,8 @@ _MATRIX = "model.layers.0.mlp.down_proj.weight"
 class Models:
     """Model folders."""
 
-    folder: Path
-    """May hold a target and prompts."""
-
-    target: Path
-    """Hugging Face folder or GGUF file."""
+    folder: Path  # may hold a target and prompts
+    target: Path  # Hugging Face folder or GGUF file
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Models:

@@ -17,25 +17,23 @@ from paceline.harness import read_prompts
 from paceline.service.files import read_text
 from paceline.v1 import verifier_pb2
 
+FREE = ("chat", "code", "mathematics", "edit", "long")  # categories whose answers are free
+PROMPTS = Path(__file__).parents[2] / "prompts"  # a file for each category
 _NAMES = (
     "Amber", "Birch", "Cedar", "Delta", "Ember", "Falcon", "Garnet", "Harbor", "Indigo", "Jasper",
     "Koala", "Lotus", "Maple", "Nickel", "Onyx", "Pearl", "Quartz", "Raven", "Saffron", "Tulip",
     "Umber", "Velvet", "Willow", "Zephyr",
 )  # fmt: skip
-
+# Keys of a line whose answer is bound, as in a chat request. A call of a tool is required.
 _BINDING = ("json_schema", "tools")
-"""Keys of a line whose answer is bound, as in a chat request. A call of a tool is required."""
 
 
 @dataclass(frozen=True)
 class Prompt:
     """A prompt of the table."""
 
-    ids: list[int]
-    """Its token ids, those of the chat template included."""
-
-    json_schema: str = ""
-    """JSON schema of the answer; empty: the answer is free."""
+    ids: list[int]  # its token ids, those of the chat template included
+    json_schema: str = ""  # JSON schema of the answer; empty: the answer is free
 
 
 def chat_prompts(path: Path, source: ModelSource) -> list[Prompt]:
@@ -51,6 +49,18 @@ def chat_prompts(path: Path, source: ModelSource) -> list[Prompt]:
         Prompt(encoded(prompt, fields.get("tools", ())), _schema(fields))
         for prompt, fields in zip(read_prompts(path), _bindings(path), strict=True)
     ]
+
+
+def read(files: list[Path], source: ModelSource, tokens: int) -> dict[str, list[Prompt]]:
+    """Prompts in the target's chat template, by category, which is the name of a file.
+
+    Prompts that do not fit the target's context with their answers are left out.
+    """
+    room = source.config().max_position - tokens
+    return {
+        file.stem: [each for each in chat_prompts(file, source) if len(each.ids) <= room]
+        for file in files
+    }
 
 
 def chat_encoder(
@@ -144,7 +154,6 @@ def needle_prompts(texts: Sequence[list[int]], target: Path) -> list[list[int]]:
 
     Args:
         texts: Token ids around the table, at least 1,024 each; their lengths are kept.
-        target: Folder or file of the target.
 
     Raises:
         ValueError: A text is too short.

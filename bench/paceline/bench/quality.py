@@ -38,8 +38,7 @@ _FIGURES = {
     "perplexity": r"Mean PPL\(Q\)\s+:\s+(\S+)",
     "base_perplexity": r"Mean PPL\(base\)\s+:\s+(\S+)",
     "same_top": r"Same top p:\s+(\S+)",
-}
-"""In the output of ``llama-perplexity --kl-divergence``; the last one is in percent."""
+}  # in the output of `llama-perplexity --kl-divergence`; the last one is in percent
 
 
 def held_out(target: Path, windows: int) -> Tensor:
@@ -83,8 +82,6 @@ def compare(base: Sequence[Tensor], other: Decoder, text: Tensor) -> dict[str, f
 
     Args:
         base: :func:`predictions` of the windows by what `other` is compared with.
-        other: A decoder.
-        text: Token ids.
     """
     divergences, losses, base_losses, same = [], [], [], []
     for right, window in zip(base, text, strict=True):

@@ -28,14 +28,10 @@ from paceline.kernels import processor
 from paceline.service.cpus import usable_cpus
 
 PACKAGES = ("torch", "transformers", "grpcio", "protobuf", "uvloop", "triton")
-
 RESULTS = Path("bench/results")
-
 _CODE = ("bench/paceline", "client", "kernels", "models", "protos", "services", "train")
-
+# Of an absolute path, or of one behind `key=` or `method:`; not of a URL.
 _FOLDERS = re.compile(r"(^|[=:,])/(?!/)(?:[^/=,]+/)*")
-"""Of an absolute path, or of one behind `key=` or `method:`; not of a URL."""
-
 _WIDTH = 170  # columns, where there is no terminal
 
 
@@ -71,8 +67,6 @@ class Results:
     """One result file, written after every entry.
 
     Args:
-        topic: The command; the default file is ``bench/results/MACHINE-TOPIC.json``.
-        output: Another file.
         target: Model folder or file that is measured; None only to find or replay a file.
         head: What all entries have in common besides the machine, such as the data type. Entries of
             the file are kept if its head is the same.

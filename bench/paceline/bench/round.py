@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import multiprocessing
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -26,22 +25,16 @@ from rich.table import Table
 
 from paceline.bench.models import Models
 from paceline.bench.prompts import long_prompts
-from paceline.bench.proxy import Proxy
 from paceline.bench.record import Results, make_console
-from paceline.bench.services import ALWAYS
+from paceline.bench.services import ALWAYS, serving
 from paceline.cli.command import CommandError
 from paceline.cli.shipped import drafters_for
 from paceline.client import Client, RoundStats
-from paceline.harness import ServiceProcess
-from paceline.service import ServerOptions, run_server
 from paceline.verifier import VerifierService, build_service
 from paceline.verifier.engine.batch import Batch
 from paceline.verifier.engine.job import Decode
 
 CARRIERS = ("socket", "stream")
-FAR_SECONDS = 0.040
-"""Round-trip time of a far client."""
-
 _PARTS = {
     "parsing": ("_drafting.read", "_drafting.receive"),
     "scheduling": ("_queue_ready", "_schedule", "_learn", "_answer", "_drafting.flush"),
@@ -141,42 +134,15 @@ async def _generations(address: str, pipe: Connection) -> None:
 async def measure(
     models: Models, weights: str, drafter: str, carrier: str, counts: list[int], tokens: int
 ) -> dict[int, dict[str, float]]:
-    """Times of a round by number of sequences. Unit: microseconds, means over steps.
-
-    Args:
-        models: The target and its prompts.
-        weights: Format of the target's weights.
-        drafter: Specification METHOD[:DIR][,KEY=VALUE...] of the drafter.
-        carrier: socket or stream.
-        counts: Numbers of sequences.
-        tokens: New tokens of each.
-    """
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    """Times of a round by number of sequences. Unit: microseconds, means over steps."""
     service = build_service(models.target, weights=weights, device="cpu", prefix_caching=False)
+    if carrier == "stream":
+        service.exchange.path = ""  # no socket is offered
     clocks = Clocks(service)
-    with tempfile.TemporaryDirectory(prefix="pl") as folder:
-        address = f"unix:{folder}/v"
-        ready: asyncio.Future[str] = loop.create_future()
-        options = ServerOptions(address=address, drain_seconds=10.0)
-        server = asyncio.create_task(
-            run_server(service, options, on_ready=ready.set_result, stop_event=stop)
-        )
-        starting: list[asyncio.Future[Any]] = [ready, server]
-        await asyncio.wait(starting, return_when=asyncio.FIRST_COMPLETED)
-        if carrier == "stream":
-            service.exchange.path = ""  # no socket is offered
-        arguments = ["--device=cpu", "--load", f"it={drafter}", f"--verifier={address}"]
-        process = ServiceProcess("drafter", arguments)
-        try:
-            await asyncio.to_thread(process.start)
-            clocks.drafter = process.pid
-            while not service.joined():  # noqa: ASYNC110 - no event tells
-                await asyncio.sleep(0.01)
-            return await _all(models, clocks, process.pid, address, counts, tokens)
-        finally:
-            await asyncio.to_thread(process.stop)
-            stop.set()
-            await server
+    async with serving(service, {"it": drafter}) as (address, process):
+        assert process is not None
+        clocks.drafter = process.pid
+        return await _all(models, clocks, process.pid, address, counts, tokens)
 
 
 async def _all(
@@ -212,56 +178,6 @@ async def _ask(
     pipe.send(("it", prompts, tokens))
     rounds: list[list[RoundStats]] = await asyncio.to_thread(pipe.recv)
     return rounds, _cpu_seconds(drafter) - before
-
-
-async def distance(
-    models: Models, weights: str, drafter: str, tokens: int, repeats: int
-) -> dict[str, float]:
-    """Speed of a client behind a proxy that delays, over that of a near one.
-
-    Args:
-        models: The target and its prompts.
-        weights: Format of the target's weights.
-        drafter: Specification of the drafter, without a memory of other texts.
-        tokens: New tokens of each text.
-        repeats: Texts at each temperature.
-    """
-    prompts = long_prompts(models.prompts, models.target, _CONTEXT, repeats)
-    found: dict[str, float] = {}
-    with tempfile.TemporaryDirectory(prefix="pl") as folder:
-        address = f"unix:{folder}/v"
-        given = [f"--target={models.target}", f"--weights={weights}", "--no-prefix-caching"]
-        serving = ServiceProcess("verifier", given, address=address)
-        arguments = ["--device=cpu", f"--load=it={drafter}", f"--verifier={address}"]
-        async with (
-            serving,
-            ServiceProcess("drafter", arguments) as service,
-            Proxy(address, FAR_SECONDS / 2) as proxy,
-            Client(address, drafter_address=service.address) as near,
-            Client(proxy.address) as far,
-        ):
-            for temperature in (0.0, 0.7):
-                ratios = []
-                for seed, prompt in enumerate(prompts):
-                    order = (near, far) if seed % 2 else (far, near)
-                    rates = {
-                        client: await _rate(client, prompt, tokens, temperature, seed)
-                        for client in order
-                    }
-                    ratios.append(rates[far] / rates[near])
-                found[f"far over near, T = {temperature:g}"] = median(ratios)
-    return found
-
-
-async def _rate(
-    client: Client, prompt: list[int], tokens: int, temperature: float, seed: int
-) -> float:
-    """Tokens per second after the first token."""
-    result = await client.generate(
-        prompt, max_new_tokens=tokens, temperature=temperature, seed=seed, ignore_eos=True
-    )
-    rate: float = (tokens - 1) / (result.stats.total_ms - result.stats.first_token_ms) * 1e3
-    return rate
 
 
 def _figures(
@@ -329,14 +245,5 @@ def run(args: argparse.Namespace) -> int:
                 table.add_row(str(count), *(f"{value:g}" for value in figures.values()))
                 results.add(f"{name}, {carrier}, {count} sequences", figures)
             console.print(table)
-        # The second client has the same texts: no drafter may remember those of the first one.
-        forgetful = spec.replace("lookup=true", "lookup=false")
-        if name == "ngram":
-            forgetful += ",shared_tokens=0"
-        ratios = uvloop.run(
-            distance(models, args.weights, forgetful, 4 * args.tokens, args.repeats)
-        )
-        results.add(f"{name}, a client {FAR_SECONDS * 1e3:g} ms away", ratios)
-        console.print(f"{name}, a client {FAR_SECONDS * 1e3:g} ms away: {ratios}")
     console.print(f"written to {results.file}")
     return 0

@@ -1,19 +1,24 @@
-"""Verifier and drafter as processes."""
+"""Verifier and drafter as processes, and a verifier in this process."""
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+import tempfile
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from paceline.client import Client, DraftOptions
 from paceline.harness import ServiceProcess
 from paceline.kv.segment import NAME
 
-ALWAYS = DraftOptions(timeout=20.0, adaptive=False)
-"""Drafts in every round."""
+if TYPE_CHECKING:
+    from paceline.verifier import VerifierService
+
+ALWAYS = DraftOptions(timeout=20.0, adaptive=False)  # drafts in every round
 
 
 @dataclass(frozen=True)
@@ -43,11 +48,6 @@ def services(
     """Start both services on the CPU for the body.
 
     Args:
-        target: A Hugging Face folder.
-        drafters: Specifications METHOD[:DIR][,KEY=VALUE...] by name.
-        weights: Format of the target's weights.
-        verifier: More arguments of the verifier.
-        drafter: More arguments of the drafter.
         apart: Each service has one thread on a core of its own, as two devices would be: the
             verifier on the first core that this process may use, the drafter on the second.
     """
@@ -67,6 +67,41 @@ def services(
         ) as second,
     ):
         yield Services(first, second)
+
+
+@asynccontextmanager
+async def serving(
+    service: VerifierService, drafters: Mapping[str, str]
+) -> AsyncIterator[tuple[str, ServiceProcess | None]]:
+    """Serve a verifier from this process, and start a drafter that joins it; yields the verifier's
+    address and the drafter, which is None if there are no ``drafters``."""
+    from paceline.service import ServerOptions, run_server  # not on a GPU machine
+
+    stop = asyncio.Event()
+    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    drafter: ServiceProcess | None = None
+    with tempfile.TemporaryDirectory(prefix="pl") as folder:
+        address = f"unix:{folder}/v"
+        options = ServerOptions(address=address, drain_seconds=10.0)
+        server = asyncio.create_task(
+            run_server(service, options, on_ready=ready.set_result, stop_event=stop)
+        )
+        starting: list[asyncio.Future[Any]] = [ready, server]
+        await asyncio.wait(starting, return_when=asyncio.FIRST_COMPLETED)
+        try:
+            if drafters:
+                loads = [f"--load={name}={spec}" for name, spec in drafters.items()]
+                arguments = ["--device=cpu", f"--verifier={address}", *loads]
+                drafter = ServiceProcess("drafter", arguments)
+                await asyncio.to_thread(drafter.start)
+                while not service.joined():  # noqa: ASYNC110 - no event tells
+                    await asyncio.sleep(0.01)
+            yield address, drafter
+        finally:
+            if drafter is not None:
+                await asyncio.to_thread(drafter.stop)
+            stop.set()
+            await server
 
 
 def first_cores(count: int) -> list[int]:

@@ -33,11 +33,9 @@ _LAYER = "transformer_layer_config"
 _SCALE, _MINIMUM = ".scale", ".minimum"
 _SHARD_BYTES = 256 << 20
 _INDEX = "model.safetensors.index.json"
+# Parts whose tensors have no widened dimension.
 _KEPT = ("markov_w1", "markov_w2", "q_norm", "k_norm", "d2t", "t2d")
-"""Parts whose tensors have no widened dimension."""
-
-Axis = list[tuple[int, int]]
-"""The parts of a dimension, each with its size before and after."""
+Axis = list[tuple[int, int]]  # the parts of a dimension, each with its size before and after
 
 
 def run(args: argparse.Namespace) -> int:
@@ -67,9 +65,6 @@ def _widen(folder: Path, output: Path, factor: int, target: TargetRef | None = N
 
     Args:
         folder: Of a target, or of a drafter in any format that has weights.
-        output: Must not exist.
-        factor: How many times as wide.
-        target: The wide target, for a drafter.
     """
     from safetensors import safe_open
 

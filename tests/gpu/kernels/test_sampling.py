@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from paceline.bench.gpu.sampling import KINDS
+from paceline.bench.gpu.kernels import KINDS
 from paceline.kernels import (
     History,
     Proposal,

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from paceline.bench.gpu import bits
+from paceline.bench.gpu import decoder
 from paceline.bench.gpu.cases import SMALL
 
 
@@ -19,13 +19,13 @@ def test_rows_have_the_bits_of_plain_decoding(
     weights: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in {"ROWS": 6, "LEVELS": 5, "OTHERS": 4}.items():
-        monkeypatch.setattr(bits, name, value)
+        monkeypatch.setattr(decoder, name, value)
     config = replace(
         SMALL, layers=1, hidden=64, intermediate=96, q_heads=4, kv_heads=2, head_dim=32,
         vocab_size=50, windows=(None,), rope_inv_freq=tuple(0.3**i for i in range(16)),
     )  # fmt: skip
     config = replace(config, weights=weights)
-    assert bits.check(config, (300,), torch.device("cpu")) == 0
+    assert decoder.check(config, (300,), torch.device("cpu")) == 0
     (found,) = map(json.loads, capsys.readouterr().out.splitlines())
     cases = found[f"{weights}, rows that differ behind 300 tokens"]
     assert len(cases) == 9

@@ -3,17 +3,24 @@ there: its tensors have no memory, and the host gets made-up tokens."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from launches import Launches
 
-from paceline.bench.gpu.host import META, TARGET, TOKEN, TREE, NoGraphs, model
+from paceline.bench.gpu.cases import EIGHT_BILLION
+from paceline.decoder import Decoder, ForwardResult, GraphRunner
 from paceline.decoder import device as device_module
+from paceline.decoder.graphs import Pass
 from paceline.kernels import SamplingParams
 from paceline.kernels import sampling as sampling_module
 from paceline.kernels.triton.backend import perturbed
+from paceline.kernels.triton.plan import GraphPlan
 from paceline.tree import EMPTY, TokenTree
 from paceline.verifier.engine.engine import Engine
 from paceline.verifier.engine.job import (
@@ -28,26 +35,58 @@ from paceline.verifier.kv import pool as pool_module
 from paceline.verifier.kv.base import KvLayout, TapLayout, Taps
 from paceline.verifier.kv.pool import PagePool
 
+TOKEN = 5  # what the made-up target chooses at every position
+# What the made-up drafter drafts, the likeliest first, as drafters do. Three nodes are right.
+TREE = TokenTree(
+    (TOKEN, TOKEN, 6, TOKEN, 7, 8, 9, 6), (-1, 0, -1, 1, 0, 3, 2, 1),
+    (0.7, 0.7, 0.25, 0.5, 0.3, 0.7, 0.6, 0.3),
+)  # fmt: skip
+META = torch.device("meta")  # PyTorch's device whose tensors have no memory
+TARGET = replace(
+    EIGHT_BILLION, layers=1, hidden=64, q_heads=4, kv_heads=1, vocab_size=64, windows=(None,)
+)  # a target whose steps have as many work items as those of 8B
+
 FIELDS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "top-p": {"sampling": SamplingParams(temperature=0.8, top_p=0.9)},
     "states": {"taps": Taps((0,))},
-}
-"""What is different in the generations of a case."""
-
+}  # what is different in the generations of a case
+# Parameters of all rows, then what puts filters and noise into their logits.
 FILTERS = [
     "to device", "find_best", "find_candidates", "find_border", "zeros", "weigh_spans",
     "collect_span", "finish_border", "perturb",
 ]  # fmt: skip
-"""Parameters of all rows, then what puts filters and noise into their logits."""
-
+# All trees, whose nodes are compared with the chosen tokens; paths; the KV, which moves.
 ACCEPTED = [
     "to device", "eq", "index", "eq", "__or__",
     *["index", "__and__", "index"] * TREE.depth.bit_length(),
     "arange", "clone", "where", "index_put_",
     "index", "index", "index", "index_put_", "arange", "sub",
 ]  # fmt: skip
-"""All trees, whose nodes are compared with the chosen tokens; paths; the KV, which moves."""
+
+
+class NoGraphs(GraphRunner):
+    """Graphs that compute nothing, of a model on `META`."""
+
+    def __init__(self, pool: PagePool, replay: Callable[[], None]) -> None:
+        super().__init__(model(), pool)
+        self._replay = replay
+
+    def capture(self, plan: GraphPlan, taps: Items[int], layers: Items[int]) -> Pass:
+        logits = torch.empty(plan.rows, TARGET.vocab_size, dtype=TARGET.dtype, device=META)
+        states = torch.empty(len(taps), plan.rows, TARGET.hidden, device=META)
+
+        def run() -> ForwardResult:
+            self._replay()
+            return ForwardResult(logits, tuple(states))
+
+        return run
+
+
+def model() -> Decoder:
+    """A model of which there is nothing but what the engine asks for."""
+    fields = {"config": TARGET, "device": META, "products": object(), "lost": lambda: None}
+    return cast(Decoder, SimpleNamespace(**fields))
 
 
 @pytest.mark.parametrize("tree", [EMPTY, TREE], ids=["plain", "trees"])

@@ -73,9 +73,7 @@ class Recording:
     """A text as token ids of the target's tokenizer."""
 
     prompt: tuple[int, ...]
-    tokens: tuple[int, ...]
-    """The generated tokens."""
-
+    tokens: tuple[int, ...]  # the generated tokens
     temperature: float = 0.0
     seed: int = 0
 
@@ -89,23 +87,13 @@ class Recording:
 class TargetRecording:
     """A text that a target generated, with its KV and hidden states."""
 
-    tokens: list[int]
-    """Prompt and continuation."""
-
-    prompt_length: int
-    """Number of prompt tokens."""
-
-    vocab_size: int
-    """Number of token ids of the target."""
-
-    sampling: sampling_pb2.SamplingParams
-    """Sampling parameters of the continuation."""
-
-    cache: LocalCache
-    """KV of all tokens but the last."""
-
+    tokens: list[int]  # prompt and continuation
+    prompt_length: int  # number of prompt tokens
+    vocab_size: int  # number of token ids of the target
+    sampling: sampling_pb2.SamplingParams  # sampling parameters of the continuation
+    cache: LocalCache  # KV of all tokens but the last
+    # Outputs of the recorded layers at the same positions, by layer, `[S, hidden]`.
     states: Mapping[int, Tensor] = field(default_factory=dict)
-    """Outputs of the recorded layers at the same positions, by layer, ``[S, hidden]``."""
 
     @property
     def continuation(self) -> list[int]:

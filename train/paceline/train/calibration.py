@@ -17,11 +17,9 @@ _CLIP = 1e-6  # confidences are kept this far from 0 and 1
 class Chain:
     """A drafted chain of one round."""
 
+    # Of its tokens, from the anchor's child down, by a head without temperatures.
     confidences: Sequence[float]
-    """Of its tokens, from the anchor's child down, by a head without temperatures."""
-
-    accepted: int
-    """How many of them were accepted."""
+    accepted: int  # how many of them were accepted
 
 
 def fit_temperatures(chains: Sequence[Chain], levels: int) -> tuple[float, ...]:

@@ -29,9 +29,7 @@ from paceline.train.own_text import Task, write_texts
 from paceline.train.phases import Phase
 from paceline.train.run import WRITING, Run
 
-_FREE_OPENINGS = ("",)
-"""Half of the chats begin with nothing: the target chooses the subject."""
-
+_FREE_OPENINGS = ("",)  # half of the chats begin with nothing: the target chooses the subject
 _CHAT_OPENINGS = (
     "What is", "How do I", "How can", "Why do", "Why is", "Can you explain", "Explain",
     "Tell me about", "Describe", "Compare", "What are the main differences between",
@@ -153,9 +151,7 @@ _SHARES = {
     "document": 0.06, "json": 0.05, "tools": 0.03,
 }  # fmt: skip
 
-KINDS = tuple(_SHARES)
-"""Of conversations."""
-
+KINDS = tuple(_SHARES)  # of conversations
 _QUESTION, _ANSWER = 128, 320  # maximum of tokens that the target writes
 _BEFORE = 1200  # maximum of tokens before a later turn
 _EDIT = (100, 500)  # tokens of a text to edit
@@ -171,21 +167,14 @@ _TOKENS = 128  # of an answer that are measured
 class TokenizedConversation:
     """One question with its answer, as token ids in the target's chat template."""
 
+    # `chat`, `system` (behind a system prompt), `turns` (a later turn), `code`, `mathematics`,
+    # `edit`, `document`, `json` or `tools` (functions to call).
     kind: str
-    """``chat``, ``system`` (behind a system prompt), ``turns`` (a later turn), ``code``,
-    ``mathematics``, ``edit``, ``document``, ``json`` or ``tools`` (functions to call)."""
-
-    temperature: float
-    """Of the answer; 0: greedy."""
-
-    seed: int
-    """Of the answer's noise."""
-
-    prompt: tuple[int, ...]
-    """Everything before the answer."""
-
+    temperature: float  # of the answer; 0: greedy
+    seed: int  # of the answer's noise
+    prompt: tuple[int, ...]  # everything before the answer
+    # What the target wrote, its end-of-turn token included if it came to that.
     answer: tuple[int, ...]
-    """What the target wrote, its end-of-turn token included if it came to that."""
 
     @property
     def tokens(self) -> list[int]:
@@ -230,11 +219,9 @@ class Question:
     kind: str
     text: str
     open: bool
-    system: str | None = None
-    """System prompt; None: what the template has by default."""
-
+    system: str | None = None  # system prompt; None: what the template has by default
+    # Token ids of the conversation so far, up to the end of the target's turn.
     before: tuple[int, ...] = ()
-    """Token ids of the conversation so far, up to the end of the target's turn."""
 
 
 class Template:

@@ -31,9 +31,7 @@ _SIZES = (4_000, 90_000)  # bytes
 _WIDE_SIZES = (1_000, 400_000)
 _SUFFIXES = (".py", ".txt", ".md", ".rst", ".c", ".h", ".rs", ".go", ".js", ".ts")
 
-Documents = Sequence[Sequence[int]]
-"""Token ids of each document."""
-
+Documents = Sequence[Sequence[int]]  # token ids of each document
 _READ_TOGETHER = 64  # documents that are encoded at a time
 
 END_OF_TEXT = "<|endoftext|>"

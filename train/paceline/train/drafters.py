@@ -38,18 +38,12 @@ from paceline.train.presets import Plan
 from paceline.train.run import WRITING, Progress, Run, cleared
 from paceline.tree import accepted_tokens
 
-TEXTS = 24
-"""Maximum number of texts that are measured of a group."""
-
-TOKENS = 128
-"""Tokens that the target writes after a prompt."""
-
+TEXTS = 24  # maximum number of texts that are measured of a group
+TOKENS = 128  # tokens that the target writes after a prompt
+# Drafted tokens accepted in each round, by group of texts and set of drafter options.
 Rounds = dict[tuple[str, str], list[int]]
-"""Drafted tokens accepted in each round, by group of texts and set of drafter options."""
-
+# Note in a drafter's config.json: its mean on the held-out texts that are measured in training.
 ACCEPTED = "accepted_length"
-"""Note in a drafter's config.json: its mean on the held-out texts that are measured in training."""
-
 _BEST = "best.pt"
 
 
@@ -57,14 +51,9 @@ _BEST = "best.pt"
 class DrafterModel(ABC):
     """The weights of a drafter, and how its folder is written."""
 
-    method: ClassVar[str]
-    """Drafting method of the folder."""
-
-    target: Path
-    """Model folder of its target."""
-
-    model: nn.Module
-    """Its weights, fp32."""
+    method: ClassVar[str]  # drafting method of the folder
+    target: Path  # model folder of its target
+    model: nn.Module  # its weights, fp32
 
     @abstractmethod
     def save(self, folder: Path, notes: Mapping[str, Any] | None = None) -> None:
@@ -252,23 +241,12 @@ def write_after(
 class Texts:
     """Token ids that a drafter is trained and measured on."""
 
-    corpus: Corpus
-    """Where `trained` and `heldout` come from."""
-
-    trained: Sequence[list[int]]
-    """Each training file."""
-
-    heldout: Sequence[list[int]]
-    """Each held-out file."""
-
-    own: Sequence[list[int]]
-    """Texts that the target wrote after pieces of training files."""
-
-    eos: int
-    """The end-of-text token."""
-
-    decoder: Decoder
-    """The target."""
+    corpus: Corpus  # where `trained` and `heldout` come from
+    trained: Sequence[list[int]]  # each training file
+    heldout: Sequence[list[int]]  # each held-out file
+    own: Sequence[list[int]]  # texts that the target wrote after pieces of training files
+    eos: int  # the end-of-text token
+    decoder: Decoder  # the target
 
     @classmethod
     def load(cls, target: Path, corpus: Corpus, own: int, run: Run) -> Texts:

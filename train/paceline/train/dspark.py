@@ -25,9 +25,7 @@ from paceline.train.run import Run
 from paceline.train.signals import Signals, TappedTarget
 from paceline.train.trainer import LayerTrainer
 
-CHUNK = 256
-"""Positions whose logits exist at once."""
-
+CHUNK = 256  # positions whose logits exist at once
 _FIRST_NORM = 0.25  # of the target's
 
 
@@ -35,24 +33,13 @@ _FIRST_NORM = 0.25  # of the target's
 class TrainingBlocks:
     """G blocks of each of B rows of S tokens."""
 
-    anchors: Tensor
-    """Positions in their texts, int64 `[B, G]`."""
-
-    fed: Tensor
-    """Tokens fed, anchor and masks, int64 `[B, G, block]`."""
-
-    before: Tensor
-    """The token before each predicted one, int64 `[B, G, levels]`."""
-
-    labels: Tensor
-    """The tokens to predict, like `before`."""
-
+    anchors: Tensor  # positions in their texts, int64 `[B, G]`
+    fed: Tensor  # tokens fed, anchor and masks, int64 `[B, G, block]`
+    before: Tensor  # the token before each predicted one, int64 `[B, G, levels]`
+    labels: Tensor  # the tokens to predict, like `before`
+    # Indices into the flattened batch of the target states that predict the labels, like `before`.
     target: Tensor
-    """Indices into the flattened batch of the target states that predict the labels, like
-    `before`."""
-
-    counted: Tensor
-    """Whether the text has this label, and the row this block, bool like `before`."""
+    counted: Tensor  # whether the text has this label, and the row this block, bool like `before`
 
     @classmethod
     def draw(

@@ -43,12 +43,8 @@ from paceline.train.run import Run
 from paceline.train.signals import Signals
 from paceline.train.trainer import LayerTrainer
 
-CHUNK = 256
-"""Text positions whose logits exist at once, for every lag."""
-
-TAIL = 512
-"""Tokens of a text whose distributions are learnt in a step: the last ones."""
-
+CHUNK = 256  # text positions whose logits exist at once, for every lag
+TAIL = 512  # tokens of a text whose distributions are learnt in a step: the last ones
 _WIDTHS, _MAX_NODES = "12,16", 36  # nodes per level of the measured trees; the last holds on
 _TREES = {"widths": "4,4", "max_nodes": "7", "weights": "int8"}
 _LONG_PROMPTS, _LONG_TEXTS = (1_000, 2_000, 4_000, 7_000), 8

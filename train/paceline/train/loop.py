@@ -30,9 +30,9 @@ _TABLES = ("embed", "markov_w")
 
 _CHECKPOINT = "run.pt"
 
+# (model, indices into the stream: int64 [rows, length + 1], share of the run done, 0 to 1) ->
+# scalar loss in nats per token.
 Loss = Callable[[nn.Module, Tensor, float], Tensor]
-"""(model, indices into the stream: int64 [rows, length + 1], share of the run done, 0 to 1) ->
-scalar loss in nats per token."""
 
 
 @dataclass

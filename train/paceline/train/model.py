@@ -40,8 +40,7 @@ STDLIB_LICENCE = (
 LICENCES = {
     True: STDLIB_LICENCE,
     False: "The licence is that of the training text: look it up before passing the model on.",
-}
-"""Licence of a model, by whether it was trained on the standard library."""
+}  # licence of a model, by whether it was trained on the standard library
 
 
 def build_model(preset: Preset, eos: int, seed: int = 0) -> LlamaForCausalLM:

@@ -34,8 +34,8 @@ from paceline.train.unrolled import (
 )
 
 _EMBEDDING_SCALE = 0.5
+# One over the root mean square of a residual stream before the last layer; of SmolLM2 it is 29.
 _LAYER_SCALE = 1 / 32
-"""One over the root mean square of a residual stream before the last layer; of SmolLM2 it is 29."""
 
 
 def _final_norm(source: ModelSource) -> Tensor:

@@ -22,9 +22,7 @@ from paceline.train.phases import Phase
 
 _TOGETHER = 48  # sequences a step: linear layers read their weights once for all
 
-PROMPT = 128
-"""Tokens of a random prompt."""
-
+PROMPT = 128  # tokens of a random prompt
 _LENGTH = 512  # tokens of a whole text
 
 

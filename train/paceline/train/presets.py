@@ -17,17 +17,14 @@ class Stage:
     """One part of a run. A batch has `rows` rows of `length` tokens."""
 
     name: str
-    share: float
-    """Of the run's time or steps."""
+    share: float  # of the run's time or steps
     rows: int
     length: int
-    rate: float = 1.0
-    """Factor on the learning rates."""
-    offset: bool = False
-    """Anchor-offset indices: for rows much shorter than the context."""
+    rate: float = 1.0  # factor on the learning rates
+    offset: bool = False  # anchor-offset indices: for rows much shorter than the context
+    # Read only the first documents: the texts that the target wrote for its drafter, or the files
+    # that a target is trained on to the end.
     focus: bool = False
-    """Read only the first documents: the texts that the target wrote for its drafter, or the files
-    that a target is trained on to the end."""
 
 
 @dataclass(frozen=True)
@@ -37,23 +34,12 @@ class Plan:
     The run ends after `minutes` of stepping or after `steps`, whichever is first.
     """
 
-    stages: tuple[Stage, ...]
-    """In order; their shares add up to 1."""
-
-    minutes: float
-    """Budget of stepping time."""
-
-    steps: int
-    """Budget of steps."""
-
-    focus: int = 0
-    """Number of documents at the start of the stream that stages with `focus` read."""
-
-    warm_up: int = 20
-    """Steps in which the rates rise."""
-
-    final_rate: float = 0.1
-    """Share of a stage's rate that is left at its end."""
+    stages: tuple[Stage, ...]  # in order; their shares add up to 1
+    minutes: float  # budget of stepping time
+    steps: int  # budget of steps
+    focus: int = 0  # number of documents at the start of the stream that stages with `focus` read
+    warm_up: int = 20  # steps in which the rates rise
+    final_rate: float = 0.1  # share of a stage's rate that is left at its end
 
     def progress(self, step: int, elapsed: float) -> float:
         """Share of the run done, 0 to 1, after `step` steps and `elapsed` seconds of stepping."""
@@ -108,8 +94,8 @@ class Preset:
     minutes: float
     steps: int
     stages: tuple[Stage, ...]
+    # Share of rows that end with a second copy of a piece of themselves: trains copying.
     copy_share: float = 0.0
-    """Share of rows that end with a second copy of a piece of themselves: trains copying."""
     focus_files: int | None = None
     own_texts: int = 0  # texts that the target writes, as training text for a drafter
     muon_rate: float = 0.02
@@ -199,16 +185,12 @@ class LayerPreset:
     minutes: float
     steps: int
     adamw_rate: float
-    muon_rate: float | None = None
-    """Learning rate of the matrices; None: AdamW for all parameters."""
-    files: int = 1_000_000
-    """Training files that are read."""
-    own_texts: int = 0
-    """Texts that the target writes after pieces of files."""
+    muon_rate: float | None = None  # learning rate of the matrices; None: AdamW for all parameters
+    files: int = 1_000_000  # training files that are read
+    own_texts: int = 0  # texts that the target writes after pieces of files
+    # Conversations that an instruct model writes; the run then reads nothing else.
     conversations: int = 0
-    """Conversations that an instruct model writes; the run then reads nothing else."""
-    draft_vocab_size: int = 0
-    """Tokens that can be drafted, the most frequent ones; 0: all."""
+    draft_vocab_size: int = 0  # tokens that can be drafted, the most frequent ones; 0: all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,15 +199,13 @@ class UnrolledPreset(LayerPreset):
     are in tokens, shares of the run 0 to 1."""
 
     rows: int
-    length: int
-    """Of a row; of an answer in a run on conversations."""
-    levels: int = 5
-    """Depths of the training-time test."""
+    length: int  # of a row; of an answer in a run on conversations
+    levels: int = 5  # depths of the training-time test
+    # Weight of a depth relative to the one before: deeper nodes are reached less often.
     depth_decay: float = 0.8
-    """Weight of a depth relative to the one before: deeper nodes are reached less often."""
     window: int = 0
+    # From this share of the run on, only texts that the target wrote are read.
     own_from: float = 1.0
-    """From this share of the run on, only texts that the target wrote are read."""
 
     @property
     def stages(self) -> tuple[Stage, ...]:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 _FILE = "run.json"
 
+# Shares of the minutes after which nothing more is written, and computed, for a run's texts.
 WRITING, PREPARING = 0.3, 0.5
-"""Shares of the minutes after which nothing more is written, and computed, for a run's texts."""
 
 
 @dataclass(frozen=True)
@@ -170,9 +170,7 @@ class Progress:
     step: int = 0
     tokens: int = 0
     elapsed: float = 0.0
-    prepared: float = 0.0
-    """Seconds that passed before the first step."""
-
+    prepared: float = 0.0  # seconds that passed before the first step
     log: list[dict[str, float]] = field(default_factory=list)
 
     def summary(self) -> dict[str, float]:

@@ -83,20 +83,12 @@ class TappedTarget:
 class Signals:
     """The signals of texts that lie one after the other, N tokens in all."""
 
-    tokens: Tensor
-    """int64 ``[N]``."""
-
-    starts: Sequence[int]
-    """Index of the first token of each text, and N."""
-
-    hidden: Tensor
-    """The target's hidden states after its final norm, bfloat16 ``[N, hidden]``."""
-
+    tokens: Tensor  # int64 `[N]`
+    starts: Sequence[int]  # index of the first token of each text, and N
+    hidden: Tensor  # the target's hidden states after its final norm, bfloat16 `[N, hidden]`
+    # Keys after RoPE and values of one layer, bfloat16 `[N, 2, Hkv, D]`; None: not kept.
     kv: Tensor | None
-    """Keys after RoPE and values of one layer, bfloat16 ``[N, 2, Hkv, D]``; None: not kept."""
-
-    taps: Tensor
-    """Outputs of the tapped layers side by side, bfloat16 ``[N, layers * hidden]``."""
+    taps: Tensor  # outputs of the tapped layers side by side, bfloat16 `[N, layers * hidden]`
 
 
 def signals_of(

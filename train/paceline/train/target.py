@@ -37,9 +37,8 @@ _HELDOUT_TOKENS = 2048  # tokens of each held-out file read at a checkpoint
 
 GENERATED_TOKENS = 256
 
+# Splits of text: trained on to the end, in the first part of the run only, never.
 TRAINED, EARLY, HELDOUT = "trained", "early", "heldout"
-"""Splits of text: trained on to the end, in the first part of the run only, never."""
-
 _FILE_TOKENS = 2048  # of each measured file, from its start
 _FILES = 12
 _TEXTS = 32
@@ -96,12 +95,11 @@ def train_target(corpus: Corpus, preset: Preset, run: Run, out: Path) -> LlamaFo
 class TargetNumbers:
     """Loss per split in nats per token, and repetition in greedy texts."""
 
-    loss: dict[str, float]
-    """In windows of 1024 tokens."""
+    loss: dict[str, float]  # in windows of 1024 tokens
+    # In windows of the whole context; only splits with files that fill it.
     long_loss: dict[str, float]
-    """In windows of the whole context; only splits with files that fill it."""
+    # Median share of distinct 4-grams in greedy texts from 32 random positions, per split.
     distinct: dict[str, float]
-    """Median share of distinct 4-grams in greedy texts from 32 random positions, per split."""
 
 
 def measure_target(

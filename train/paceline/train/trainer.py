@@ -45,10 +45,9 @@ from paceline.train.signals import Signals, signals_of
 _TEXTS_FILE = "texts"  # in the work folder: number of conversations that the run reads
 _PROMPT = 300  # tokens of the prompts that are measured while training
 _MEASURED_FILES = 12
+# Fields that a run may change in the drafter that it begins with: its weights have the same shapes
+# for all values of them.
 _FREE = ("block", "levels", "confidence_temperatures")
-"""Fields that a run may change in the drafter that it begins with: its weights have the same shapes
-for all values of them."""
-
 _LOGGED_TEXTS, _MEASURED_TEXTS = 2, 12  # conversations of each kind and temperature
 S = TypeVar("S")
 M = TypeVar("M", bound=DrafterModel)
@@ -62,11 +61,8 @@ class Trainer(ABC, Generic[S, M]):
 
     method: ClassVar[str]
 
-    target: Path
-    """Folder or file of the target."""
-
-    preset: S
-    """Shape and settings."""
+    target: Path  # folder or file of the target
+    preset: S  # shape and settings
 
     @abstractmethod
     def read(self, folder: Path, device: str) -> M:
@@ -82,10 +78,9 @@ class Trainer(ABC, Generic[S, M]):
 class LayerTrainer(Trainer[P, D], Generic[P, D]):
     """Trains drafters that read a target."""
 
+    # Lengths of the prompts that a card on texts is measured with, in tokens.
     prompts: ClassVar[tuple[int, ...]] = (_PROMPT,)
-    """Lengths of the prompts that a card on texts is measured with, in tokens."""
-    trees: ClassVar[Mapping[str, str]]
-    """Options of the drafter that is measured on conversations."""
+    trees: ClassVar[Mapping[str, str]]  # options of the drafter that is measured on conversations
 
     @abstractmethod
     def new_drafter(self, end: int) -> D:

@@ -33,20 +33,12 @@ class TrainingRows:
     A column is a token and the target's states of the position before it.
     """
 
-    embedded: Tensor
-    """The target's embedding of the tokens, `[B, S, hidden]`."""
-
+    embedded: Tensor  # the target's embedding of the tokens, `[B, S, hidden]`
+    # Outputs of the tapped layers, side by side, or of the final norm, `[B, S, states]`.
     states: Tensor
-    """Outputs of the tapped layers, side by side, or of the final norm, `[B, S, states]`."""
-
-    positions: Tensor
-    """Of the tokens in their texts, rising in each row, int64 `[B, S]`."""
-
-    real: Tensor
-    """Which columns are of the row's text, bool `[B, S]`."""
-
-    count: int
-    """Q."""
+    positions: Tensor  # of the tokens in their texts, rising in each row, int64 `[B, S]`
+    real: Tensor  # which columns are of the row's text, bool `[B, S]`
+    count: int  # q
 
 
 class Unrolled(nn.Module):

@@ -14,14 +14,10 @@ if TYPE_CHECKING:
 class Outcome:
     """The outcome of a drill."""
 
-    checks: dict[str, bool] = field(default_factory=dict)
-    """What must hold, and whether it did."""
-
+    checks: dict[str, bool] = field(default_factory=dict)  # what must hold, and whether it did
+    # What was measured on the way.
     figures: dict[str, float | int | str] = field(default_factory=dict)
-    """What was measured on the way."""
-
-    skipped: str = ""
-    """Why the drill cannot run on this machine; empty if it ran."""
+    skipped: str = ""  # why the drill cannot run on this machine; empty if it ran
 
     @property
     def passed(self) -> bool:
@@ -42,20 +38,11 @@ class Drill:
 class Scale:
     """Size of drills."""
 
-    generations: int
-    """At a time."""
-
-    tokens: int
-    """New tokens of each generation."""
-
-    swaps: int
-    """Versions of a drafter."""
-
-    hits: int
-    """How often a process is killed, stopped or restarted."""
-
-    clients: int
-    """How many are abandoned."""
+    generations: int  # at a time
+    tokens: int  # new tokens of each generation
+    swaps: int  # versions of a drafter
+    hits: int  # how often a process is killed, stopped or restarted
+    clients: int  # how many are abandoned
 
 
 FULL = Scale(generations=16, tokens=64, swaps=50, hits=3, clients=1000)

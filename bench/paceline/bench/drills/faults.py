@@ -33,16 +33,11 @@ from paceline.v1 import (
 )
 
 _SWAP_GROWTH_BYTES = 32 << 20  # less than the weights of two versions
-
-RECOVERY_SECONDS = 30.0
-"""A generation begun after a process is back must have ended within."""
-
+RECOVERY_SECONDS = 30.0  # a generation begun after a process is back must have ended within
 _STOPPED_SECONDS = 2.0
 _HOUR, _DAY = 3600, 86_400
-
+# Offsets of the wall clock, one after the other. Unit: seconds.
 _JUMPS = (_HOUR, -_HOUR, _DAY, -_DAY, 365 * _DAY, -10 * 365 * _DAY, 0)
-"""Offsets of the wall clock, one after the other. Unit: seconds."""
-
 _CONCURRENCY = 16
 _GROWTH_BYTES = 64 << 20
 _OTHER_OWNER = (("authorization", "Bearer someone-else"),)

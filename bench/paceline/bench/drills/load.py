@@ -56,7 +56,6 @@ class Load:
 
         Args:
             limit: Unit: seconds.
-            drafted: It must have a drafted round.
         """
         now = monotonic()
         try:
@@ -123,9 +122,6 @@ async def running(
     The body begins when as many have ended.
 
     Args:
-        client: Client of the services.
-        texts: Generated in turn.
-        concurrency: Generations at a time.
         drafter: Name of the drafter; None: the default one.
     """
     load, stopping = Load(client, texts, drafter), asyncio.Event()

@@ -24,7 +24,6 @@ _LEASE_SECONDS = 5
 _READY_SECONDS = 400.0
 _IDLE_SECONDS = 30.0  # from the end of all load until nothing may be allocated: leases and more
 _POLL_SECONDS = 0.2
-
 # The services share few cores with each other and with the load.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
@@ -150,8 +149,6 @@ class World:
 
         Args:
             load: Drafter specifications; the first is the default drafter.
-            verifier: A verifier with other arguments.
-            environment: Variables of both processes.
         """
         drafter = ServiceProcess(
             "drafter",

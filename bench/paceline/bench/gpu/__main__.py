@@ -17,21 +17,20 @@ from typing import Any
 
 import torch
 
+from paceline.bench.gpu import decoder, drafts, kernels, services
 from paceline.bench.record import commit, describe
 
 MEASUREMENTS = {
-    "products": 70.0,
-    "bits": 90.0,
-    "texts": 150.0,
-    "step": 60.0,
-    "start": 150.0,
-    "drafts": 120.0,
-    "rounds": 350.0,
-    "bandwidth": 90.0,
-    "sampling": 40.0,
-    "host": 120.0,
-}
-"""Modules of this package, and how long each may take. Unit: seconds."""
+    "products": (kernels.products, 70.0),
+    "bits": (decoder.bits, 90.0),
+    "texts": (services.texts, 150.0),
+    "step": (decoder.step, 60.0),
+    "start": (services.start, 150.0),
+    "drafts": (drafts.drafts, 120.0),
+    "rounds": (services.rounds, 350.0),
+    "bandwidth": (kernels.bandwidth, 90.0),
+    "sampling": (kernels.sampling, 40.0),
+}  # what reports lines of JSON for a device, and how long it may take. Unit: seconds.
 
 
 def main() -> int:
@@ -39,7 +38,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         allow_abbrev=False, prog="python -m paceline.bench.gpu", description=__doc__
     )
-    parser.add_argument("--output", type=Path, required=True, help="folder for the JSON file")
+    parser.add_argument("--output", type=Path, help="folder for the JSON file")
     parser.add_argument("--device", default="cuda", help="cuda, or cpu to try the measurements")
     parser.add_argument("--only", choices=MEASUREMENTS, action="append", help="only these")
     parser.add_argument("--seed", type=int, default=time.time_ns() % 2**31)
@@ -50,46 +49,47 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    name = "cpu" if args.device == "cpu" else torch.cuda.get_device_name()
-    found: dict[str, Any] = {}
+    names = args.only or list(MEASUREMENTS)
+    if args.output is None:  # in this process, whose output has the results
+        for name in names:
+            torch.manual_seed(args.seed)
+            MEASUREMENTS[name][0](torch.device(args.device))
+        return 0
+    device = "cpu" if args.device == "cpu" else torch.cuda.get_device_name()
     command = shlex.join(["python", "-m", __package__, *sys.argv[1:]])
     made = {"command": command, "commit": commit()}
-    head = {"machine": describe(), **made, "device": name, "seed": args.seed}
+    head = {"machine": describe(), **made, "device": device, "seed": args.seed}
     args.output.mkdir(parents=True, exist_ok=True)
-    file = args.output / f"{'-'.join(name.lower().split())}.json"
-    for module in args.only or MEASUREMENTS:
-        found[module] = run(module, args.device, args.seed, MEASUREMENTS[module])
-        print(module, json.dumps(found[module]), flush=True)
-        file.write_text(json.dumps({**head, "results": found}, indent=1) + "\n")
+    file = args.output / f"{'-'.join(device.lower().split())}.json"
+    results: dict[str, Any] = {}
+    for name in names:
+        results[name] = run(name, args.device, args.seed, MEASUREMENTS[name][1])
+        print(name, json.dumps(results[name]), flush=True)
+        file.write_text(json.dumps({**head, "results": results}, indent=1) + "\n")
     print(file)
-    return 1 if any("error" in facts for facts in found.values()) else 0
+    return 1 if any("error" in facts for facts in results.values()) else 0
 
 
-def run(module: str, device: str, seed: int, limit: float) -> dict[str, Any]:
-    """What a module measured, and its `seconds`; with `error` if it failed or took too long.
-
-    Args:
-        module: Name of a module of this package.
-        device: cuda or cpu.
-        seed: Seed of everything random.
-        limit: Unit: seconds.
-    """
+def run(name: str, device: str, seed: int, max_seconds: float) -> dict[str, Any]:
+    """Return what a measurement reported in a process of its own, and its `seconds`; with `error`
+    if it failed or took too long."""
     began = time.monotonic()
-    command = [sys.executable, "-m", f"{__package__}.{module}", device, str(seed)]
-    found: dict[str, Any] = {}
+    command = [sys.executable, "-m", __package__, "--only", name]
+    command += ["--device", device, "--seed", str(seed)]
+    results: dict[str, Any] = {}
     try:
-        done = subprocess.run(command, capture_output=True, timeout=limit, check=False)
+        done = subprocess.run(command, capture_output=True, timeout=max_seconds, check=False)
         output = done.stdout
         if done.returncode:
             stderr = done.stderr.decode(errors="replace")
-            found["error"] = stderr[-2000:] or f"exit status {done.returncode}"
+            results["error"] = stderr[-2000:] or f"exit status {done.returncode}"
     except subprocess.TimeoutExpired as error:
         output = error.stdout or b""
-        found["error"] = f"took more than {limit:g} seconds"
+        results["error"] = f"took more than {max_seconds:g} seconds"
     for line in output.decode(errors="replace").splitlines():
         if line.startswith("{"):
-            found |= json.loads(line)
-    return found | {"seconds": round(time.monotonic() - began, 1)}
+            results |= json.loads(line)
+    return results | {"seconds": round(time.monotonic() - began, 1)}
 
 
 if __name__ == "__main__":

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from paceline.decoder import DecoderConfig
 from paceline.kernels import PagedPlane, QueryBlock, TreePlan, plan_trees
-from paceline.kernels.caches import Plane, span
+from paceline.kernels.caches import Plane
 
 PAGE = 256
-
 SMALL = DecoderConfig(
     model_type="llama", layers=4, hidden=512, intermediate=1280, q_heads=8, kv_heads=2,
     head_dim=64, vocab_size=4096, max_position=8192, norm_eps=1e-5,
@@ -29,39 +28,26 @@ SMALL = DecoderConfig(
     tied=True, eos_token_ids=(), bos_token_id=None, dtype=torch.float32, kv_dtype=torch.float32,
     weights="float32",
 )  # fmt: skip
-
 EIGHT_BILLION = replace(
     SMALL, layers=32, hidden=4096, intermediate=14336, q_heads=32, kv_heads=8, head_dim=128,
     vocab_size=128_256, max_position=65_536, windows=(None,) * 32, tied=False,
     rope_inv_freq=tuple(500000.0 ** (-i / 64) for i in range(64)), dtype=torch.bfloat16,
     kv_dtype=torch.bfloat16, weights="bfloat16",
 )  # fmt: skip
-
-DRAFTED = 32_000
-"""Tokens that the head of a trained LongSpec drafter has."""
-
+DRAFTED = 32_000  # tokens that the head of a trained LongSpec drafter has
+# Largest figures, by the name of a report and the name of a figure in it.
 Targets = Mapping[tuple[str, str], float]
-"""Largest figures, by the name of a report and the name of a figure in it."""
 
 
 @dataclass
 class Case:
     """One attention call."""
 
-    plan: TreePlan
-    """The packed blocks."""
-
-    q: Tensor
-    """``[M, Hq, D]``."""
-
-    keys: Sequence[Plane]
-    """Per sequence."""
-
-    values: Sequence[Plane]
-    """Per sequence."""
-
-    window: int | None = None
-    """Sliding window or None."""
+    plan: TreePlan  # the packed blocks
+    q: Tensor  # `[M, Hq, D]`
+    keys: Sequence[Plane]  # per sequence
+    values: Sequence[Plane]  # per sequence
+    window: int | None = None  # sliding window or None
 
     @property
     def scale(self) -> float:
@@ -130,31 +116,6 @@ def _pages(
         for kind in (0, 1)
     ]
     return both[0], both[1]
-
-
-def expected(case: Case, dtype: torch.dtype) -> Tensor:
-    """Masked softmax attention with every operation in `dtype`, ``[M, Hq, D]``."""
-    out = torch.empty_like(case.q, dtype=dtype)
-    for index, block in enumerate(case.plan.blocks):
-        rows = slice(case.plan.offsets[index], case.plan.offsets[index + 1])
-        key = span(case.keys[block.sequence], 0, block.stop)
-        value = span(case.values[block.sequence], 0, block.stop)
-        group = case.q.shape[1] // key.shape[0]
-        hidden = ~_seen(case, block).to(case.q.device)
-        for head in range(case.q.shape[1]):  # one at a time, because scores are large
-            scores = case.q[rows, head].to(dtype) @ key[head // group].to(dtype).T * case.scale
-            weights = scores.masked_fill_(hidden, -torch.inf).softmax(-1)
-            out[rows, head] = weights @ value[head // group].to(dtype)
-    return out
-
-
-def _seen(case: Case, block: QueryBlock) -> Tensor:
-    seen = torch.ones(block.length, block.stop, dtype=torch.bool)
-    seen[:, block.start :] = torch.from_numpy(block.ancestors())
-    if case.window is not None:
-        at = torch.tensor(block.depths) + block.start
-        seen &= torch.cat([torch.arange(block.start), at]) > at[:, None] - case.window
-    return seen
 
 
 class RandomWeights(Mapping[str, Tensor]):
@@ -240,12 +201,6 @@ class Pages:
             PagedPlane(self.pool[:, index, kind], self._tables, self._row, slots) for kind in (0, 1)
         )
         return keys, values
-
-
-def arguments() -> torch.device:
-    """The device of the command line; seeds torch with the second argument."""
-    torch.manual_seed(int(sys.argv[2]))
-    return torch.device(sys.argv[1])
 
 
 def report(name: str, value: Any) -> None:

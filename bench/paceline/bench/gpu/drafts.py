@@ -3,7 +3,6 @@
 The folders of the drafters are random, and so are the target's KV and hidden states, which lie in
 pages as in a verifier's pool.
 
-    python -m paceline.bench.gpu.drafts cuda 0      # reports lines of JSON; cpu: a small target
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from paceline.bench.gpu.cases import EIGHT_BILLION, SMALL, arguments, report
-from paceline.bench.gpu.rounds import SEQUENCES, config_fields, write_drafters
+from paceline.bench.gpu.cases import EIGHT_BILLION, SMALL, report
+from paceline.bench.gpu.services import SEQUENCES, config_fields, write_drafters
 from paceline.decoder import DecoderConfig
 from paceline.drafter import Budget, GenerationInfo, Resources, Update
 from paceline.drafter.growth.graphs import FED, NOISES
@@ -32,18 +31,11 @@ from paceline.drafter.methods import method_class
 from paceline.kernels import SINKS, streaming
 from paceline.v1 import sampling_pb2
 
-FORMATS = ("bfloat16", "int8")
-"""Of the matrices of drafters."""
-
-PAGE = 64
-"""Positions of a page."""
-
-CONTEXT = 1024
-"""Tokens of each text before the first draft."""
-
+FORMATS = ("bfloat16", "int8")  # of the matrices of drafters
+PAGE = 64  # positions of a page
+CONTEXT = 1024  # tokens of each text before the first draft
+# Tokens that a round emits, rounds, and those of them that are not timed.
 NEW, ROUNDS, WARM = 4, 30, 5
-"""Tokens that a round emits, rounds, and those of them that are not timed."""
-
 BUDGET = Budget(32, 8)
 
 
@@ -214,9 +206,8 @@ def parts(drafter: Any, sequences: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def drafts(device: torch.device) -> None:
     """Make the folders, draft, report."""
-    device = arguments()
     if device.type == "cuda":
         device = torch.device("cuda", 0)
     large = device.type == "cuda"
@@ -232,7 +223,3 @@ def main() -> None:
             for count in SEQUENCES if large else (1, 2):
                 report(f"{count} x {method}, {weights}", measure(drafter, count, config))
             del drafter
-
-
-if __name__ == "__main__":
-    main()

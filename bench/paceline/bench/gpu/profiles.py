@@ -23,10 +23,8 @@ def install(folder: Path, service: str, trigger: Path, output: Path) -> dict[str
     """Make a folder for PYTHONPATH, and return the variables that its service needs besides.
 
     Args:
-        folder: The new folder.
         service: A name for the head of each profile.
         trigger: Folder whose files each start a profile; a file's name is its label.
-        output: File that profiles are appended to.
     """
     folder.mkdir()
     trigger.mkdir(exist_ok=True)

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from paceline.bench.prompts import Prompt
 from paceline.bench.replay.traces import Round, Text, Traces
-from paceline.bench.services import ALWAYS
+from paceline.bench.services import ALWAYS, serving
 from paceline.client import Client
-from paceline.harness import ServiceProcess
-from paceline.service import ServerOptions, run_server
 from paceline.tree import TokenTree
 from paceline.verifier import build_service
 from paceline.verifier.engine.job import LOCAL, NONE, CachedSequence, Decode, StepOutput
@@ -85,13 +80,7 @@ async def record(
     """Record texts, each in plain decoding and with a tree of each drafter in every round.
 
     Args:
-        target: The model.
-        weights: Format of its weights.
         drafters: Specifications by name; of ``local`` it is the verifier's own sources.
-        prompts: Each with its category.
-        tokens: Maximum number of tokens of a text.
-        temperature: Of the sampling.
-        nodes: Maximum number of nodes of a tree.
 
     Returns:
         The traces of each drafter. A text of which a mode emitted other tokens is an error.
@@ -99,7 +88,6 @@ async def record(
     Raises:
         RuntimeError: Texts differ.
     """
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
     sources = [each for each in drafters.get(LOCAL.name, "").split(",") if each]
     service = build_service(
         target,
@@ -112,49 +100,29 @@ async def record(
     recorder = _Recorder(engine._scheduler)
     engine._scheduler = recorder
     loads = {name: spec for name, spec in drafters.items() if name != LOCAL.name}
-    ready: asyncio.Future[str] = loop.create_future()
-    async with AsyncExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pl"))
-        address = f"unix:{folder}/v"
-        options = ServerOptions(address=address, drain_seconds=10.0)
-        server = asyncio.create_task(
-            run_server(service, options, on_ready=ready.set_result, stop_event=stop)
-        )
-        starting: list[asyncio.Future[Any]] = [ready, server]
-        await asyncio.wait(starting, return_when=asyncio.FIRST_COMPLETED)
-        try:
-            if loads:
-                arguments = ["--device=cpu", f"--verifier={address}"]
-                for name, spec in loads.items():
-                    arguments += ["--load", f"{name}={spec}"]
-                process = ServiceProcess("drafter", arguments)
-                stack.callback(process.stop)
-                await asyncio.to_thread(process.start)
-                while not service.joined():  # noqa: ASYNC110 - no event tells
-                    await asyncio.sleep(0.01)
-            client = await stack.enter_async_context(Client(address, drafting=ALWAYS))
-            found: dict[str, list[Text]] = {drafter: [] for drafter in (NONE, *drafters)}
-            for place, (category, prompt) in enumerate([("", prompts[0][1]), *prompts]):
-                texts = []
-                for drafter in found:
-                    recorder.texts.clear()
-                    result = await client.generate(
-                        prompt.ids,
-                        json_schema=prompt.json_schema or None,
-                        max_new_tokens=tokens if place else _WARM_UP,
-                        temperature=temperature,
-                        seed=place,
-                        drafter=drafter,
-                        isolated=True,
-                    )
-                    texts.append(result.token_ids)
-                    if place and recorder.texts:
-                        [rounds] = recorder.texts.values()
-                        found[drafter].append(Text(category, len(prompt.ids), rounds))
-                if any(text != texts[0] for text in texts):
-                    raise RuntimeError(f"the texts of prompt {place} differ between the modes")
-        finally:
-            stop.set()
-            await server
+    async with (
+        serving(service, loads) as (address, _),
+        Client(address, drafting=ALWAYS) as client,
+    ):
+        found: dict[str, list[Text]] = {drafter: [] for drafter in (NONE, *drafters)}
+        for place, (category, prompt) in enumerate([("", prompts[0][1]), *prompts]):
+            texts = []
+            for drafter in found:
+                recorder.texts.clear()
+                result = await client.generate(
+                    prompt.ids,
+                    json_schema=prompt.json_schema or None,
+                    max_new_tokens=tokens if place else _WARM_UP,
+                    temperature=temperature,
+                    seed=place,
+                    drafter=drafter,
+                    isolated=True,
+                )
+                texts.append(result.token_ids)
+                if place and recorder.texts:
+                    [rounds] = recorder.texts.values()
+                    found[drafter].append(Text(category, len(prompt.ids), rounds))
+            if any(text != texts[0] for text in texts):
+                raise RuntimeError(f"the texts of prompt {place} differ between the modes")
     table = asdict(recorder.costs.profiled)
     return [Traces(name, table, found[NONE], found[name]) for name in drafters]

@@ -14,11 +14,12 @@ import uvloop
 from rich.table import Table
 
 from paceline.bench.models import Models
+from paceline.bench.prompts import PROMPTS, read
 from paceline.bench.record import Results, describe, make_console
 from paceline.bench.replay.record import record
 from paceline.bench.replay.simulation import MODES, Simulation
 from paceline.bench.replay.traces import Replay, Traces
-from paceline.bench.table.run import CATEGORIES, PROMPTS, read
+from paceline.bench.table.run import CATEGORIES
 from paceline.cli.shipped import drafters_for
 from paceline.decoder import open_model
 from paceline.verifier.engine.job import LOCAL
@@ -77,7 +78,6 @@ def judge(traces: Traces, users: int) -> dict[str, dict[str, float]]:
     """Figures of the rules for the texts of each category, which a service meets in turn.
 
     Args:
-        traces: Of one drafter.
         users: Texts at a time. The steps of several are shared, so that they have one category.
 
     Returns:

@@ -17,47 +17,29 @@ from paceline.verifier.engine.job import StepOutput
 from paceline.verifier.scheduler.costs import CostTable
 from paceline.verifier.scheduler.scheduler import Scheduler
 
+# No drafter; a draft in every round, whose nodes are admitted; the controller decides.
 MODES = ("plain", "always", "scheduled")
-"""No drafter; a draft in every round, whose nodes are admitted; the controller decides."""
 
 
 @dataclass
 class Generation:
     """A simulated generation."""
 
-    number: int
-    """Its number, from 1 on."""
-
-    job: Any
-    """What the scheduler knows of it."""
-
-    length: int
-    """Tokens to emit in all."""
-
-    began: float
-    """When it began. Unit: seconds."""
-
-    got: int = 0
-    """Tokens so far."""
-
-    ready_at: float = 0.0
-    """When its next step may begin. Unit: seconds."""
-
-    asked_at: float = 0.0
-    """When its tree was requested. Unit: seconds."""
-
-    opened: bool = False
-    """Whether a tree was requested before."""
+    number: int  # its number, from 1 on
+    job: Any  # what the scheduler knows of it
+    length: int  # tokens to emit in all
+    began: float  # when it began. Unit: seconds.
+    got: int = 0  # tokens so far
+    ready_at: float = 0.0  # when its next step may begin. Unit: seconds.
+    asked_at: float = 0.0  # when its tree was requested. Unit: seconds.
+    opened: bool = False  # whether a tree was requested before
 
 
 class Load(Protocol):
     """What is drafted and accepted, and how long it takes. Unit of all times: seconds."""
 
-    table: CostTable
-    """What the scheduler knows of steps before it has seen any."""
-
-    asked: bool
-    """Whether trees come from a drafter service; if not, they are the verifier's own."""
+    table: CostTable  # what the scheduler knows of steps before it has seen any
+    asked: bool  # whether trees come from a drafter service; if not, they are the verifier's own
 
     def length(self, number: int) -> int | None:
         """Tokens of a generation; None: there is no such one, and its user has ended."""
@@ -95,20 +77,12 @@ class _Sequence:
 class Simulation:
     """A verifier under a closed load: a generation that ends is followed by another one."""
 
-    load: Load
-    """What is drafted and accepted, and how long it takes."""
-
-    users: int
-    """Generations at a time."""
-
-    mode: str
-    """One of :data:`MODES`."""
-
+    load: Load  # what is drafted and accepted, and how long it takes
+    users: int  # generations at a time
+    mode: str  # one of `MODES`
+    # Tokens of each generation and the seconds that they took, since the last call of `run`.
     spent: dict[int, tuple[int, float]] = field(default_factory=dict)
-    """Tokens of each generation and the seconds that they took, since the last call of ``run``."""
-
-    rounds: int = 0
-    """Rounds with trees so far."""
+    rounds: int = 0  # rounds with trees so far
 
     def __post_init__(self) -> None:
         self.now = self._drafter_free = self._requested_at = self._latency = 0.0

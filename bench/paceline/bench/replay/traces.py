@@ -14,48 +14,29 @@ from paceline.tree import EMPTY, TokenTree
 from paceline.verifier.engine.job import LOCAL
 from paceline.verifier.scheduler.costs import Costs, CostTable
 
-_BATCHED = 0.1
-"""What one more text adds to a draft, as a part of the draft of one."""
-
-_RIGHT, _WRONG = 1, 0
-"""Tokens of nodes in a replay."""
+_BATCHED = 0.1  # what one more text adds to a draft, as a part of the draft of one
+_RIGHT, _WRONG = 1, 0  # tokens of nodes in a replay
 
 
 @dataclass(frozen=True)
 class Round:
     """One step of a text."""
 
-    emitted: int
-    """Its tokens."""
-
-    before: float
-    """Time from the end of the step before to its beginning. Unit: seconds."""
-
-    step: float
-    """Its time. Unit: seconds."""
-
-    parents: Sequence[int] = ()
-    """Of the nodes of its tree, of which all were checked."""
-
-    confidences: Sequence[float] = ()
-    """Of its nodes."""
-
-    accepted: Sequence[int] = ()
-    """Its accepted nodes, from the root down."""
+    emitted: int  # its tokens
+    before: float  # time from the end of the step before to its beginning. Unit: seconds.
+    step: float  # its time. Unit: seconds.
+    parents: Sequence[int] = ()  # of the nodes of its tree, of which all were checked
+    confidences: Sequence[float] = ()  # of its nodes
+    accepted: Sequence[int] = ()  # its accepted nodes, from the root down
 
 
 @dataclass
 class Text:
     """The rounds of one text in one mode."""
 
-    category: str
-    """Of its prompt."""
-
-    prompt: int
-    """Tokens of its prompt."""
-
-    rounds: list[Round] = field(default_factory=list)
-    """From the first step behind the prompt on."""
+    category: str  # of its prompt
+    prompt: int  # tokens of its prompt
+    rounds: list[Round] = field(default_factory=list)  # from the first step behind the prompt on
 
     @property
     def tokens(self) -> int:
@@ -67,17 +48,10 @@ class Text:
 class Traces:
     """All texts of one drafter, with and without drafts, on one machine."""
 
-    drafter: str
-    """Its name; ``local``: the verifier's own sources."""
-
-    table: dict[str, Any]
-    """The cost table of the verifier, as JSON."""
-
-    plain: list[Text]
-    """The texts in plain decoding."""
-
-    drafted: list[Text]
-    """The same texts with a tree in every round."""
+    drafter: str  # its name; `local`: the verifier's own sources
+    table: dict[str, Any]  # the cost table of the verifier, as JSON
+    plain: list[Text]  # the texts in plain decoding
+    drafted: list[Text]  # the same texts with a tree in every round
 
     def save(self, path: Path) -> None:
         """Write a compressed file."""

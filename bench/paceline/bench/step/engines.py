@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import json
+import random
 import statistics
 import subprocess
 import time
@@ -26,19 +27,12 @@ from transformers.utils import logging
 from paceline.decoder import Decoder, LocalCache, plain_folder
 from paceline.kernels import QueryBlock, plan_trees
 
-CHUNK = 256
-"""Rows of a prefill chunk, as the engine cuts a prompt; only its last row has logits."""
-
+CHUNK = 256  # rows of a prefill chunk, as the engine cuts a prompt; only its last row has logits
 _TRANSFORMERS_CHUNK = 2048  # tokens of a prefill that go through transformers at once
 _DECODED = 32  # tokens of plain decoding
 _STEPS = 5  # whose median counts
-
-PAUSE = 0.01
-"""Time without a step before a cold one. Unit: seconds."""
-
-PROMPT_ROWS = 200
-"""Rows of a prompt before a cold step."""
-
+PAUSE = 0.01  # time without a step before a cold one. Unit: seconds.
+PROMPT_ROWS = 200  # rows of a prompt before a cold step
 Figures = dict[str, float]
 
 
@@ -61,8 +55,6 @@ class PacelineEngine:
         """Load the target.
 
         Args:
-            target: Folder or GGUF file.
-            weights: Their format.
             synthetic: Contexts are random keys and values, and there is no prefill.
             cold: Measure a row as other work leaves the caches, too: ``ms_1_paused`` after
                 `PAUSE` without a step, ``ms_1_behind_prompt`` after `PROMPT_ROWS` of another text.
@@ -144,7 +136,6 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def measure(self, context: int, rows: Sequence[int]) -> Figures:
-        """See :class:`StepEngine`."""
         cache = DynamicCache()
         began = time.perf_counter()
         for first in range(0, context, _TRANSFORMERS_CHUNK):
@@ -171,7 +162,6 @@ class LlamaCpp:
         self._command = [program, "-m", str(model), "-t", str(threads), "-r", "1", "-o", "json"]
 
     def measure(self, context: int, rows: Sequence[int]) -> Figures:
-        """See :class:`StepEngine`."""
         prompts, new = ",".join(map(str, rows)), str(_DECODED)
         [prefill] = _json([*self._command, "-p", str(context), "-n", "0"])
         steps = _json([*self._command, "-p", prompts, "-n", new, "-d", str(context)])
@@ -182,62 +172,51 @@ class LlamaCpp:
         }
 
 
-class OpenVino:
-    """OpenVINO GenAI on a GGUF file; it offers no step of several rows."""
-
-    def __init__(self, python: str, model: Path, threads: int, vocab: int) -> None:
-        self.name = f"OpenVINO {model.stem}"
-        script = Path(__file__).with_name("run_openvino.py")
-        self._command = [python, str(script), str(model), str(threads), str(vocab)]
-
-    def measure(self, context: int, rows: Sequence[int]) -> Figures:
-        """See :class:`StepEngine`."""
-        return dict(_json([*self._command, str(context), str(_DECODED)]))
-
-
 class Library:
-    """vLLM or ik_llama.cpp in a process that is kept; they offer no step of several rows.
+    """OpenVINO GenAI, vLLM or ik_llama.cpp in a process of its own, which may run another Python;
+    see ``program.py`` of the table. They offer no step of several rows.
 
     Args:
         name: Of the engine.
-        library: vllm or ik_llama.
+        library: openvino, vllm or ik_llama.
         python: Path of a Python that has it.
-        model: Hugging Face folder for vLLM, GGUF file for ik_llama.cpp.
-        threads: Of its math.
+        model: Hugging Face folder for vLLM, GGUF file for the others.
         vocab: Number of token ids.
-        longest: Longest context that is measured. Unit: tokens.
     """
 
-    def __init__(
-        self,
-        name: str,
-        library: str,
-        python: str,
-        model: Path,
-        threads: int,
-        vocab: int,
-        longest: int,
-    ) -> None:
-        self.name = name
-        script = Path(__file__).with_name("run_library.py")
-        numbers = map(str, (threads, vocab, longest + _DECODED + 8))
-        self._command = [python, str(script), library, str(model), *numbers]
+    def __init__(self, name: str, library: str, python: str, model: Path, vocab: int) -> None:
+        self.name, self._vocab = name, vocab
+        program = Path(__file__).parents[1] / "table" / "program.py"
+        self._command = [python, str(program), library, str(model), "[]"]
         self._process: subprocess.Popen[str] | None = None
 
     def measure(self, context: int, rows: Sequence[int]) -> Figures:
-        """See :class:`StepEngine`. Raises ``OSError``: the process ended."""
+        """See :class:`StepEngine`. Raises ``OSError`` if the process ended."""
         if self._process is None:  # it ends with its input, at the latest with this process
             pipe = subprocess.PIPE
             self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, text=True)
-        assert self._process.stdin is not None
+            self._answer()
+        for new in (8, 1, _DECODED):  # the first time everything is slower
+            prompt = random.choices(range(self._vocab), k=context)
+            request = {"prompt": prompt, "tokens": new, "temperature": 0, "lookup": False}
+            assert self._process.stdin is not None
+            with suppress(BrokenPipeError):  # it has ended, as an empty answer says
+                self._process.stdin.write(json.dumps(request | {"seed": 0}) + "\n")
+                self._process.stdin.flush()
+            answer = self._answer()
+            if new == 1:
+                prefill = answer["seconds"]
+        came = len(answer["tokens"])
+        rate = (came - 1) / (answer["seconds"] - prefill) if came > 1 else 0.0
+        return {"prefill_s": prefill, "tokens_per_s": rate}
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process is not None
         assert self._process.stdout is not None
-        with suppress(BrokenPipeError):  # it has ended, as an empty answer says
-            self._process.stdin.write(json.dumps([context, _DECODED]) + "\n")
-            self._process.stdin.flush()
-        answer = self._process.stdout.readline()
-        if not answer:
+        line = self._process.stdout.readline()
+        if not line:
             raise OSError(f"{self.name} ended with code {self._process.wait()}; see above")
-        return dict(json.loads(answer))
+        return dict(json.loads(line))
 
 
 def _json(command: Sequence[str]) -> Any:

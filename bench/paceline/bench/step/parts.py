@@ -11,21 +11,15 @@ import torch
 from paceline.bench.step.engines import PacelineEngine
 from paceline.kernels.program import Kind
 
+# The parts. What prepares a product belongs to the stage of the operation before it; the choice of
+# tokens is argmax here; the host makes plans, arguments and tensors.
 PARTS = ("linear layers", "attention", "head and choice", "norms, RoPE, gates", "host")
-"""The parts. What prepares a product belongs to the stage of the operation before it; the choice of
-tokens is argmax here; the host makes plans, arguments and tensors."""
-
 _ATTENTION = {Kind.ATTEND, Kind.ATTEND_CONTEXT, Kind.DELTA}
 _STEPS = 40
 
 
 def profile(engine: PacelineEngine, context: int, rows: Sequence[int]) -> dict[str, list[float]]:
     """Medians of the parts of a step in milliseconds, in the order of `PARTS`, by ``ms_ROWS``.
-
-    Args:
-        engine: Whose steps, behind random keys and values.
-        context: Positions before a step.
-        rows: Numbers of rows of a step.
 
     Raises:
         ValueError: There are no compiled kernels for the model.

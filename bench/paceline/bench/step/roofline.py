@@ -21,11 +21,9 @@ PEAKS = {
     "avx512": ("avx512", "avx512", "avx512_int16"),
     "avxvnni": ("avx2", "avx2", "avx_vnni"),
     "avx2": ("avx2", "avx2", "avx2_int16"),
-}
-"""By level of the CPU kernels: the probe for float32, for bfloat16 and for quantised products."""
-
+}  # by level of the CPU kernels: the probe for float32, for bfloat16 and for quantised products
+# Of a weight: blocks of 32 have a float16 scale, those of int4 a float16 minimum too.
 _BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "int4": 1 / 2 + 4 / 32}
-"""Of a weight: blocks of 32 have a float16 scale, those of int4 a float16 minimum too."""
 
 
 class Roofline:
@@ -34,12 +32,6 @@ class Roofline:
     Weights and KV are read once a step; the head stays in 8 bit under int4. Attention computes
     in float32, but with tiles for a bfloat16 model, and with the dot product of AVX512_BF16 for all
     whose KV is bfloat16. Figures contain the machine's rates too.
-
-    Args:
-        config: Shape of the model.
-        weights: float32, bfloat16, int8 or int4.
-        level: A level of `PEAKS`.
-        threads: Threads of a step.
     """
 
     def __init__(self, config: DecoderConfig, weights: str, level: str, threads: int) -> None:

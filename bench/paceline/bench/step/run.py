@@ -22,13 +22,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from paceline.bench.chart import draw
 from paceline.bench.models import Models
 from paceline.bench.record import Results, make_console
 from paceline.bench.step.engines import (
     Library,
     LlamaCpp,
-    OpenVino,
     PacelineEngine,
     StepEngine,
     TransformersEngine,
@@ -51,15 +49,7 @@ def measure(
     repeats: int,
     progress: Callable[[str], None],
 ) -> Cells:
-    """Figures of every engine.
-
-    Args:
-        engines: Take turns.
-        rows: Numbers of rows of a step.
-        contexts: Positions before a step.
-        repeats: Turns, at least 2.
-        progress: Called after every measurement.
-    """
+    """Figures of every engine."""
     runs: dict[tuple[int, StepEngine], list[dict[str, float]]] = defaultdict(list)
     for turn in range(repeats):
         for context in contexts:
@@ -89,19 +79,18 @@ def rivals(args: argparse.Namespace, models: Models, vocab: int) -> Iterator[Ste
     if not (python and args.openvino_model):
         print("without OpenVINO: give --openvino-python and --openvino-model", file=sys.stderr)
     else:
-        yield OpenVino(python, args.openvino_model, threads, vocab)
+        name = f"OpenVINO {args.openvino_model.stem}"
+        yield Library(name, "openvino", python, args.openvino_model, vocab)
     python = args.ik_llama_python or (find_spec("ik_llama_cpp") and sys.executable)
     if not (python and args.llama_model):
         print("without ik_llama.cpp: give --ik-llama-python and --llama-model", file=sys.stderr)
     else:
         for file in args.llama_model:
-            name = f"ik_llama.cpp {file.stem}"
-            yield Library(name, "ik_llama", python, file, threads, vocab, max(args.contexts))
+            yield Library(f"ik_llama.cpp {file.stem}", "ik_llama", python, file, vocab)
     if not (args.vllm_python and models.target.is_dir()):
         print("without vLLM: give --vllm-python, and a folder as --target", file=sys.stderr)
     else:
-        given = args.vllm_python, models.target, threads, vocab, max(args.contexts)
-        yield Library("vllm bfloat16", "vllm", *given)
+        yield Library("vllm bfloat16", "vllm", args.vllm_python, models.target, vocab)
 
 
 def show(cells: Cells, rows: Sequence[int], console: Console) -> None:
@@ -129,20 +118,8 @@ def _text(key: str, figures: Quartiles, limit: Quartiles) -> str:
     return f"{value:.3g} ({1 / slower if key == 'tokens_per_s' else slower:.2f})"
 
 
-def _panels(cells: Cells) -> dict[str, dict[str, dict[float, list[float]]]]:
-    """Milliseconds of a step by context, engine and rows."""
-    return {
-        f"ms by rows, after {context} tokens": {
-            engine: {float(key[3:]): ms for key, ms in figures.items() if key[3:].isdecimal()}
-            for engine, figures in cell.items()
-            if any(key[:3] == "ms_" for key in figures)
-        }
-        for context, cell in cells.items()
-    }
-
-
 def _each_level(args: argparse.Namespace) -> None:
-    """Run a process for each level; the fastest is last, so that the picture shows it.
+    """Run a process for each level.
 
     Raises:
         CommandError: This processor does not have a level, or the process of one failed.
@@ -188,7 +165,7 @@ def _profile(args: argparse.Namespace, models: Models, console: Console) -> dict
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure a target in every format of `args.weights`; print, draw and record.
+    """Measure a target in every format of `args.weights`; print and record.
 
     Raises:
         ValueError: No context fits the target, or there is only one turn.
@@ -222,7 +199,5 @@ def run(args: argparse.Namespace) -> int:
     cells = measure(engines, args.rows, contexts, args.repeats, console.log)
     show(cells, args.rows, console)
     results.add(label, common | {"quartiles": cells})
-    picture = results.file.with_suffix(".svg")
-    picture.write_text(draw(_panels(cells)))
-    console.print(f"written to {results.file} and {picture}")
+    console.print(f"written to {results.file}")
     return 0

@@ -24,16 +24,12 @@ from paceline.client import DraftOptions, Generation
 from paceline.decoder import plain_folder
 from paceline.service.cpus import usable_cpus
 
-NONE = "none"
-"""The mode without speculation, the first of every engine."""
-
+NONE = "none"  # the mode without speculation, the first of every engine
+# Ends of the modes that draft in every round: after the step, and while the verifier works.
 ALWAYS_END, AHEAD = " always", " ahead"
-"""Ends of the modes that draft in every round: after the step, and while the verifier works."""
-
+# The modes of Paceline with the verifier's own sources: alone, and as a request that names no
+# drafter has them, with the default drafter where it adds to them. Neither remembers other texts.
 LOCAL, DEFAULT = "local", "default"
-"""The modes of Paceline with the verifier's own sources: alone, and as a request that names no
-drafter has them, with the default drafter where it adds to them. Neither remembers other texts."""
-
 _START_SECONDS = 900.0  # vLLM compiles, several of them at a time
 _PROGRAM = Path(__file__).with_name("program.py")
 
@@ -46,65 +42,34 @@ class AnswerRequest:
     tokens: int
     temperature: float
     seed: int
-    json_schema: str = ""
-    """JSON schema of the answer; empty: it is free."""
+    json_schema: str = ""  # JSON schema of the answer; empty: it is free
 
 
 @dataclass(frozen=True)
 class Answer:
     """What came. Times are values of time.perf_counter."""
 
-    tokens: int
-    """New tokens."""
-
-    first: float
-    """Time of the first token."""
-
-    ended: float
-    """Time of the last token."""
-
-    first_seconds: float
-    """From the call to the first token, with nothing of the prompt in a cache."""
-
-    output: str
-    """The text or its tokens."""
-
-    drafted_rounds: int = 0
-    """Rounds of Paceline with a tree."""
-
-    drafted_tokens: int = 0
-    """Tokens of these rounds."""
-
-    draft_ms: float = 0.0
-    """Time of Paceline's drafter."""
-
-    verify_ms: float = 0.0
-    """Time of its verifier's steps."""
-
-    checked: int = 0
-    """Drafted tokens that these checked."""
-
-    steps: int = 0
-    """Number of these."""
+    tokens: int  # new tokens
+    first: float  # time of the first token
+    ended: float  # time of the last token
+    first_seconds: float  # from the call to the first token, with nothing of the prompt in a cache
+    output: str  # the text or its tokens
+    drafted_rounds: int = 0  # rounds of Paceline with a tree
+    drafted_tokens: int = 0  # tokens of these rounds
+    draft_ms: float = 0.0  # time of Paceline's drafter
+    verify_ms: float = 0.0  # time of its verifier's steps
+    checked: int = 0  # drafted tokens that these checked
+    steps: int = 0  # number of these
 
 
 class Contestant(Protocol):
     """An async context manager that starts the engine and stops it."""
 
-    name: str
-    """Engine and format of the weights."""
-
-    modes: tuple[str, ...]
-    """Ways to decode; `NONE` first, if it is one."""
-
-    concurrent: bool
-    """Whether it answers several requests at a time."""
-
-    every: int
-    """It answers every n-th prompt; slow engines answer fewer."""
-
-    constrained: bool
-    """Whether it can bind an answer by a JSON schema."""
+    name: str  # engine and format of the weights
+    modes: tuple[str, ...]  # ways to decode; `NONE` first, if it is one
+    concurrent: bool  # whether it answers several requests at a time
+    every: int  # it answers every n-th prompt; slow engines answer fewer
+    constrained: bool  # whether it can bind an answer by a JSON schema
 
     async def __aenter__(self) -> Self: ...
 
@@ -119,13 +84,8 @@ class PacelineServices:
     """A verifier and a drafter, through the client.
 
     Args:
-        target: Hugging Face folder or GGUF file.
-        weights: Format of the target's weights.
-        drafters: Specifications METHOD[:DIR][,KEY=VALUE...] by name.
         always: Every round drafts; these modes end in ``always``.
         reuse: Read a prompt once and decode behind copies of its KV. For one user.
-        every: See :class:`Contestant`.
-        verifier: More arguments of the verifier.
         ahead: Verifier and drafter are on a core each (see
             :func:`~paceline.bench.services.services`), and every round drafts. True: chains of
             ``lm`` and ``selfspec`` grow on while the verifier works, and modes end in ``ahead``.
@@ -180,7 +140,6 @@ class PacelineServices:
         await self._stack.aclose()
 
     async def answer(self, mode: str, request: AnswerRequest) -> Answer:
-        """See :class:`Contestant`."""
         parent = await self._read(request.prompt) if self._reuse else None
         began, first = time.perf_counter(), None
         generation = self._client.generate(
@@ -228,9 +187,6 @@ class Server:
     """Servers with OpenAI's completions endpoint, one for each mode.
 
     Args:
-        name: See :class:`Contestant`.
-        modes: By mode what :func:`connect` takes.
-        every: See :class:`Contestant`.
         schema_fields: Makes the fields that bind an answer by a JSON schema, which are no part of
             OpenAI's interface; None: the server has none.
     """
@@ -307,7 +263,6 @@ async def connect(given: str | Sequence[str], stack: AsyncExitStack) -> ServedMo
     Args:
         given: The URL of a running one, or the command that starts one, in which ``{port}`` stands
             for its port.
-        stack: Stops it.
 
     Raises:
         openai.OpenAIError: It cannot be reached.
@@ -336,15 +291,7 @@ async def connect(given: str | Sequence[str], stack: AsyncExitStack) -> ServedMo
 
 
 class LibraryProcess:
-    """A Python library in a process of its own, which may run another Python; see ``program.py``.
-
-    Args:
-        library: transformers, openvino or ik_llama.
-        python: Path of the Python.
-        model: Hugging Face folder or GGUF file.
-        eos: Tokens that end a text.
-        every: See :class:`Contestant`.
-    """
+    """A Python library in a process of its own, perhaps with another Python; see ``program.py``."""
 
     concurrent = False
     constrained = False
@@ -375,7 +322,6 @@ class LibraryProcess:
         self._copy.cleanup()
 
     async def answer(self, mode: str, request: AnswerRequest) -> Answer:
-        """See :class:`Contestant`."""
         began = time.perf_counter()
         found = await self._ask({"lookup": mode != NONE, **asdict(request)})
         first, ended = found["first"], found["seconds"]

@@ -1,8 +1,8 @@
-"""Generates with transformers, OpenVINO GenAI or ik_llama.cpp; started by its path, without
+"""Generates with transformers, OpenVINO GenAI, ik_llama.cpp or vLLM; started by its path, without
 Paceline.
 
-Arguments: transformers, openvino or ik_llama, the model, and the tokens that end a text. Reads
-requests and writes answers as lines of JSON; times are in seconds since the request.
+Arguments: transformers, openvino, ik_llama or vllm, the model, and the tokens that end a text.
+Reads requests and writes answers as lines of JSON; times are in seconds since the request.
 """
 
 import json
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 DRAFTED = 10  # tokens that prompt lookup proposes, at most
+# New tokens of a request; calls its second argument when tokens come.
 Generate = Callable[[dict[str, Any], Callable[[], None]], list[int]]
-"""New tokens of a request; calls its second argument when tokens come."""
 
 
 def transformers(model: Path, eos: list[int]) -> Generate:
@@ -86,6 +86,7 @@ def openvino(model: Path, eos: list[int]) -> Generate:
 
         config = genai.GenerationConfig()
         config.max_new_tokens, config.stop_token_ids = request["tokens"], set(eos)
+        config.ignore_eos = not eos
         if request["temperature"]:
             config.do_sample, config.temperature = True, request["temperature"]
             config.rng_seed, config.top_k, config.top_p = request["seed"], 0, 1.0
@@ -125,11 +126,31 @@ def ik_llama(model: Path, eos: list[int]) -> Generate:
     return generate
 
 
+def vllm(model: Path, eos: list[int]) -> Generate:
+    """vLLM's engine in bfloat16, without a cache of prefixes; texts have no end."""
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{len(os.sched_getaffinity(0)) - 1}")
+    from vllm import LLM, SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    engine = LLM(str(model), dtype="bfloat16", max_model_len=8192, enable_prefix_caching=False)
+
+    def generate(request: dict[str, Any], came: Callable[[], None]) -> list[int]:
+        params = SamplingParams(temperature=0, max_tokens=request["tokens"], ignore_eos=True)
+        prompt = TokensPrompt(prompt_token_ids=request["prompt"])
+        [found] = engine.generate(prompt, params, use_tqdm=False)
+        came()
+        return list(found.outputs[0].token_ids)
+
+    return generate
+
+
 def main() -> None:
     """Answer until the input ends. Libraries may print; their output goes to stderr."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    load = {"transformers": transformers, "openvino": openvino, "ik_llama": ik_llama}[sys.argv[1]]
+    loads = (transformers, openvino, ik_llama, vllm)
+    [load] = [each for each in loads if each.__name__ == sys.argv[1]]
     generate = load(Path(sys.argv[2]), json.loads(sys.argv[3]))
     print(json.dumps({"ready": True}), file=answers)
     for line in sys.stdin:

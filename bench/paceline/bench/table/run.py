@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import hashlib
-import json
 import shutil
 import sys
 import time
@@ -20,10 +19,9 @@ from pathlib import Path
 import uvloop
 from openai import OpenAIError
 
-from paceline.bench.headline import FREE, headline
 from paceline.bench.models import Models
-from paceline.bench.prompts import Prompt, chat_encoder, chat_prompts
-from paceline.bench.record import Results, describe, make_console
+from paceline.bench.prompts import FREE, PROMPTS, Prompt, chat_encoder, read
+from paceline.bench.record import Results, make_console
 from paceline.bench.table.engines import (
     AHEAD,
     ALWAYS_END,
@@ -36,26 +34,19 @@ from paceline.bench.table.engines import (
     Server,
     llama_server,
 )
-from paceline.bench.table.figures import Sample, draw, markdown, sample, summarize, table
+from paceline.bench.table.figures import Sample, sample, summarize, table
 from paceline.bench.table.vllm import LOOKUP, NGRAM, Vllm
 from paceline.cli.shipped import drafters_for
 from paceline.decoder import ModelSource, open_model
 from paceline.harness import ProcessFailed
 
 _WARM_UP_TOKENS = 64  # tokens in which verifier and client measure what rounds cost
-Prompts = Mapping[str, Sequence[Prompt]]
-"""Prompts by category."""
-
+Prompts = Mapping[str, Sequence[Prompt]]  # prompts by category
+# Categories whose answers are bound by a JSON schema: the prompt's own, or that of the calls of its
+# tools.
 BOUND = ("json", "tools")
-"""Categories whose answers are bound by a JSON schema: the prompt's own, or that of the calls of
-its tools."""
-
 CATEGORIES = (*FREE, *BOUND)
-
-MIXED = "chat, code, mathematics"
-"""The category of several users: prompts of the three in turn."""
-
-PROMPTS = Path(__file__).parents[3] / "prompts"
+MIXED = "chat, code, mathematics"  # the category of several users: prompts of the three in turn
 SHORT = FREE[:3]
 _WARM_UP = "Name the months of the year."
 _TURNS = 2  # prompts of each of several users, one after the other
@@ -69,14 +60,9 @@ class Phase:
     requests cannot know the answer.
     """
 
-    temperature: float
-    """Of the sampling."""
-
-    users: int
-    """Requests at a time."""
-
-    share: float
-    """Of the time, beside the shares of other phases."""
+    temperature: float  # of the sampling
+    users: int  # requests at a time
+    share: float  # of the time, beside the shares of other phases
 
     @property
     def prompts(self) -> int:
@@ -93,17 +79,10 @@ class Phase:
 class Limits:
     """What ends a measurement, and what is measured."""
 
-    tokens: int
-    """Maximum number of new tokens of an answer."""
-
-    deadline: float
-    """Value of time.monotonic."""
-
-    wanted: Callable[[str], bool]
-    """Whether a contestant takes part."""
-
-    known: Callable[[str, str, str], bool]
-    """Whether a sample exists: cell, contestant, group."""
+    tokens: int  # maximum number of new tokens of an answer
+    deadline: float  # value of time.monotonic
+    wanted: Callable[[str], bool]  # whether a contestant takes part
+    known: Callable[[str, str, str], bool]  # whether a sample exists: cell, contestant, group
 
 
 async def measure(
@@ -120,13 +99,9 @@ async def measure(
     Categories take turns, and the contestants of a group begin with another one each time.
 
     Args:
-        phase: Sampling and users.
         engines: Those that do not start are left out.
-        prompts: By category.
         warm_up: Token ids of a prompt for the first request in each mode.
-        limits: What ends the measurement.
         record: Called after every group with its cell, its number, and samples by contestant.
-        log: Called with a message.
 
     Returns:
         Whether all was measured before the deadline.
@@ -212,17 +187,13 @@ def _groups(prompts: Prompts, size: int) -> Iterator[tuple[str, str, list[Prompt
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure all phases until the time is over; print, draw and record.
+    """Measure all phases until the time is over; print and record.
 
     Raises:
         FileNotFoundError: There is no result file to print.
         ValueError: The result file has nothing to print, or a prompt file has no prompt.
     """
     console = make_console()
-    if args.markdown:
-        measured = json.loads(Results("table", args.output).file.read_text())["results"]
-        print(markdown({name: entry["contestants"] for name, entry in measured.items()}))
-        return 0
     models = Models.of(args)
     source = open_model(models.target)
     files = args.prompts or [PROMPTS / f"{name}.jsonl" for name in CATEGORIES]
@@ -271,23 +242,8 @@ def run(args: argparse.Namespace) -> int:
             console.log("the time of this phase is over; --resume goes on")
     for cell in dict.fromkeys(cell for cell, _ in fresh):
         console.print(table(cell, cells[cell]))
-    picture = results.file.with_suffix(".svg")
-    picture.write_text(draw(cells))
-    console.print(f"written to {results.file} and {picture}")
-    console.print("\n".join(headline(str(describe()["kind"]), cells)), soft_wrap=True, markup=False)
+    console.print(f"written to {results.file}")
     return 0
-
-
-def read(files: list[Path], source: ModelSource, tokens: int) -> dict[str, list[Prompt]]:
-    """Prompts in the target's chat template, by category, which is the name of a file.
-
-    Prompts that do not fit the target's context with their answers are left out.
-    """
-    room = source.config().max_position - tokens
-    return {
-        file.stem: [each for each in chat_prompts(file, source) if len(each.ids) <= room]
-        for file in files
-    }
 
 
 def choose(prompts: Prompts, phase: Phase, wanted: list[str]) -> Prompts:

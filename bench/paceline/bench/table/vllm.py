@@ -15,11 +15,8 @@ from paceline.harness import ServiceProcess
 from paceline.service.cpus import usable_cpus
 from paceline.v1 import drafter_pb2, drafter_pb2_grpc
 
-NGRAM = "n-gram"
-"""Its own drafts, by the settings of its documentation."""
-LOOKUP = "paceline look-up"
-"""Paceline's proposer without a drafter service."""
-
+NGRAM = "n-gram"  # its own drafts, by the settings of its documentation
+LOOKUP = "paceline look-up"  # Paceline's proposer without a drafter service
 _TOKENS = 8  # of a chain
 _CONTEXT = 8192
 _JOIN_SECONDS = 60.0
@@ -34,11 +31,8 @@ class Vllm(Server):
 
     Args:
         python: Path of a Python with vLLM and ``paceline[vllm]``.
-        model: Hugging Face folder.
         drafters: Specifications METHOD[:DIR][,KEY=VALUE...] by name, for modes of their own.
         modes: Those to start: NONE, NGRAM, LOOKUP, or the name of a drafter after "paceline ".
-        users: Requests at a time.
-        every: See :class:`paceline.bench.table.engines.Contestant`.
     """
 
     def __init__(

@@ -44,18 +44,11 @@ class Recipe(ABC, Generic[S]):
     """
 
     method: ClassVar[str]
-    help: ClassVar[str]
-    """What `paceline train --help` says of it."""
-
-    presets: Mapping[str, S]
-    """Shapes and settings by name."""
-
-    preset: ClassVar[str] = "cpu"
-    """Name of the preset by default."""
-
+    help: ClassVar[str]  # what `paceline train --help` says of it
+    presets: Mapping[str, S]  # shapes and settings by name
+    preset: ClassVar[str] = "cpu"  # name of the preset by default
+    # The class that trains, as `module:Class`: a `paceline.train.trainer.Trainer`.
     trainer: ClassVar[str]
-    """The class that trains, as ``module:Class``: a
-    :class:`~paceline.train.trainer.Trainer`."""
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Add what the method has besides the arguments of every method."""

@@ -18,29 +18,23 @@ if TYPE_CHECKING:
 class DSparkPreset(LayerPreset):
     """A drafter's shape and how it is trained. Lengths are in tokens, shares of the run 0 to 1."""
 
-    taps: tuple[int, ...]
-    """Target layers whose outputs are read; negative ones count from the last."""
+    taps: tuple[int, ...]  # target layers whose outputs are read; negative ones count from the last
     layers: int
     block: int
     markov_rank: int
     rows: int
-    length: int
-    """Of a row; of an answer in a run on conversations."""
-    anchors: int
-    """Blocks of a row, at random positions."""
+    length: int  # of a row; of an answer in a run on conversations
+    anchors: int  # blocks of a row, at random positions
     window: int = 0
+    # Fed for each token to be drafted; None: the one that ends a text.
     mask_token: int | None = None
-    """Fed for each token to be drafted; None: the one that ends a text."""
     state_input: bool = False
     confidence: bool = True
+    # From this share of the run on, only texts that the target wrote are read.
     own_from: float = 1.0
-    """From this share of the run on, only texts that the target wrote are read."""
-    ce: float = 0.1
-    """Weight of the cross-entropy with the target's distribution (equation 12)."""
-    tv: float = 0.9
-    """Weight of the distance of the two distributions."""
-    certainty: float = 1.0
-    """Weight of the confidence head's loss."""
+    ce: float = 0.1  # weight of the cross-entropy with the target's distribution (equation 12)
+    tv: float = 0.9  # weight of the distance of the two distributions
+    certainty: float = 1.0  # weight of the confidence head's loss
 
     def config(self, target: Path, end: int) -> DSparkConfig:
         """The shape of a drafter for the model in the folder `target`, whose texts end with the

@@ -14,10 +14,9 @@ from paceline.train.recipes.base import LayerRecipe, given
 class Eagle3Preset(UnrolledPreset):
     """A layer's shape and how it is trained."""
 
+    # Target layers whose outputs are fused; negative ones count from the last; none: the usual.
     taps: tuple[int, ...]
-    """Target layers whose outputs are fused; negative ones count from the last; none: the usual."""
-    fc_norm: bool = False
-    """Both norms are EAGLE-3.1's."""
+    fc_norm: bool = False  # both norms are EAGLE-3.1's
     norm_output: bool = False
 
 

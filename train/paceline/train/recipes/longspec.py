@@ -18,29 +18,23 @@ class LongSpecPreset(LayerPreset):
     """How a layer is trained."""
 
     stages: tuple[Stage, ...]
-    levels: int = 5
-    """Depth of the trees drafted with it: every lag from 1 to this is trained."""
+    levels: int = 5  # depth of the trees drafted with it: every lag from 1 to this is trained
+    # Lags a step of a run on texts, drawn anew for each. Another lag costs its cross-attention and
+    # feed-forward block; the target and self-attention run once.
     lags: int = 1
-    """Lags a step of a run on texts, drawn anew for each. Another lag costs its cross-attention and
-    feed-forward block; the target and self-attention run once."""
+    # Weight of a lag relative to the one before: deeper nodes are reached less often.
     lag_decay: float = 1.0
-    """Weight of a lag relative to the one before: deeper nodes are reached less often."""
-    offset: bool = True
-    """False: the ablation without anchor-offset indices."""
-    noise: bool = True
-    """False: the ablation without flash noisy training, with lag 1 alone."""
+    offset: bool = True  # false: the ablation without anchor-offset indices
+    noise: bool = True  # false: the ablation without flash noisy training, with lag 1 alone
     window: int = 512
     intermediate: int | None = None
     files: int = 400
     own_texts: int = 1536
-    max_length: int = 0
-    """Longer conversations are left out; 0: none. Unit: tokens."""
+    max_length: int = 0  # longer conversations are left out; 0: none. Unit: tokens.
+    # KV budgets of the cross-attention in a run on conversations; 0, or none given: all positions.
     budgets: tuple[int, ...] = ()
-    """KV budgets of the cross-attention in a run on conversations; 0, or none given: all
-    positions."""
+    # Weight of the loss under budgets relative to that with all positions (BudgetDraft's lambda).
     sparse_weight: float = 0.5
-    """Weight of the loss under budgets relative to that with all positions (BudgetDraft's
-    lambda)."""
 
     def __post_init__(self) -> None:
         if self.budgets and not self.conversations:

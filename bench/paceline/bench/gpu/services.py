@@ -1,15 +1,9 @@
-"""Rounds of both services as processes, over an 8B target made on this machine, by their parts.
+"""Rounds, texts and starts of both services as processes.
 
-The target's weights are random but for its head: after a token, the next one has by far the largest
-logit. So a text counts, ties are impossible on any device, and the method ``count`` drafts chains
-whose tokens are right with a set probability. LongSpec and DSpark folders of the target's shape
-are random: their drafts take the time of trained ones.
-
-    python -m paceline.bench.gpu.rounds cuda 0      # reports lines of JSON; cpu: a small target
-
-With the variable PACELINE_BENCH_PROFILES, a file, profiles of both services are written to it.
-Fails if a text depends on the drafter, or, with an 8B target on a GPU, if one of :data:`TARGETS` is
-missed or has no figure, or anything was left out.
+The target of rounds has random weights but for its head: after a token, the next one has by far the
+largest logit. So a text counts, ties are impossible on any device, and the method ``count`` drafts
+chains whose tokens are right with a set probability. LongSpec and DSpark folders of the target's
+shape are random: their drafts take the time of trained ones.
 """
 
 from __future__ import annotations
@@ -41,11 +35,11 @@ from paceline.bench.gpu.cases import (
     SMALL,
     RandomWeights,
     Targets,
-    arguments,
     fail_if_missed,
     missed_targets,
     report,
 )
+from paceline.bench.prompts import demo_prompts
 from paceline.bench.services import ALWAYS
 from paceline.client import Client
 from paceline.decoder import DecoderConfig
@@ -66,22 +60,17 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "T = 0": {"temperature": 0.0},
     "top-p": {"temperature": 0.8, "top_p": 0.95},
 }
-ACCEPTED = 0.8
-"""Probability that a token of ``count`` is right."""
-
+ACCEPTED = 0.8  # probability that a token of `count` is right
+# Tokens of a prompt, of a text, and of the text that is written before, whose time does not count.
+# Texts are long beside their prompts, so that rounds do not wait for prompts of other texts.
 PROMPT, TOKENS, FIRST_TOKENS = 128, 256, 48
-"""Tokens of a prompt, of a text, and of the text that is written before, whose time does not count.
-Texts are long beside their prompts, so that rounds do not wait for prompts of other texts."""
-
 START_SECONDS = 100.0
-SECONDS = 170.0
-"""No case begins later after both services are ready."""
-
+SECONDS = 170.0  # no case begins later after both services are ready
+# Tokens a round of a trained drafter; the folders here are random and accept almost none.
 USUAL_ROUND = 3.5
-"""Tokens a round of a trained drafter; the folders here are random and accept almost none."""
-
 WARM = "seconds_to_start_warm"
-
+# Largest medians on an H100, in microseconds, and over plain rounds; and the longest start of a
+# verifier whose kernels were compiled before, in seconds.
 TARGETS: Targets = {
     ("1 x none, T = 0", "round_us"): 6600,
     ("32 x none, T = 0", "round_us"): 32 / 3000 * 1e6,
@@ -102,10 +91,17 @@ TARGETS: Targets = {
     ("32 x dspark, T = 0", "round_over_plain"): USUAL_ROUND / 1.5,
     (WARM, "verifier"): 25.0,
 }
-"""Largest medians on an H100, in microseconds, and over plain rounds; and the longest start of a
-verifier whose kernels were compiled before, in seconds."""
-
 TRANSFORMERS_TOKENS = 32
+COLD = "seconds_to_start_cold"
+# Longest start with no kernel compiled, on an H100. Unit: seconds.
+START_TARGETS: Targets = {(COLD, "both"): 20.0}
+START_DRAFTERS = ("longspec", "dspark")
+DEMO = Path("models/demo")
+FORMATS = ("bfloat16", "int8")
+TEXT_DRAFTERS = ("ngram", "longspec", "dspark")
+AT_ONCE = (1, 7, 32)
+TEXTS, TEXT_TOKENS = 32, 160
+ALONE = 12  # texts that each drafter writes one at a time: the first of all
 
 
 @dataclass(frozen=True)
@@ -239,7 +235,7 @@ def write_drafters(folder: Path, target: Path, config: DecoderConfig) -> dict[st
     about = folder / "paceline_count-1.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: paceline-count\nVersion: 1\n")
-    entry = "[paceline.methods]\ncount = paceline.bench.gpu.rounds:CountDrafter\n"
+    entry = "[paceline.methods]\ncount = paceline.bench.gpu.services:CountDrafter\n"
     (about / "entry_points.txt").write_text(entry)
     return {
         "count": "count",
@@ -312,11 +308,6 @@ async def measure_all(
     """Report every case.
 
     Args:
-        address: Of the verifier.
-        drafter: Address of the drafter service.
-        names: Its drafters.
-        config: Of the target.
-        ends: Time after which no case begins.
         trigger: Folder of triggers for profiles of the greedy cases; None: no profiles.
 
     Returns:
@@ -378,16 +369,20 @@ def transformers_rate(target: Path, device: torch.device, config: DecoderConfig)
     return (times[2] - times[1]) * 1e3 / (TRANSFORMERS_TOKENS - 1)
 
 
-def main() -> None:
-    """Make the models, run the services, report."""
-    device = arguments()
+def rounds(device: torch.device) -> None:
+    """Report rounds of both services over an 8B target made on this machine, by their parts.
+
+    Fails if a text depends on the drafter, or, with an 8B target on a GPU, if one of `TARGETS` is
+    missed or has no figure, or anything was left out. With the variable PACELINE_BENCH_PROFILES, a
+    file, profiles of both services are written to it.
+    """
     large = device.type == "cuda"
     config = EIGHT_BILLION if large else replace(SMALL, layers=2, windows=(None, None), tied=False)
     with tempfile.TemporaryDirectory(prefix="pl") as temporary:
         folder = Path(temporary)
         target = folder / "target"
         began = time.monotonic()
-        write_target(target, config, device, int(sys.argv[2]))
+        write_target(target, config, device, torch.initial_seed())
         specs = write_drafters(folder, target, config)
         if large:
             torch.cuda.empty_cache()
@@ -439,5 +434,130 @@ def main() -> None:
     fail_if_missed([*left_out, *missed_targets(found, TARGETS)], device)
 
 
-if __name__ == "__main__":
-    main()
+def seconds_to_start(device: str, kernels: str) -> dict[str, float]:
+    """Seconds of the verifier's start, of the drafter's behind it, and of both; ``kernels`` is the
+    folder of compiled kernels, those of the CPU too."""
+    target, on = DEMO / "target", f"--device={device}"
+    load = [f"--load={name}={name}:{DEMO / name},target={target}" for name in START_DRAFTERS]
+    environment = {"TRITON_CACHE_DIR": f"{kernels}/triton", "XDG_CACHE_HOME": kernels}
+    began = time.monotonic()
+    with ServiceProcess(
+        "verifier", [f"--target={target}", on, "--kv-bytes=512MiB"], environment=environment
+    ) as verifier:
+        ready = time.monotonic()
+        with ServiceProcess(
+            "drafter", [on, f"--verifier={verifier.address}", *load], environment=environment
+        ):
+            ended = time.monotonic()
+    seconds = {"verifier": ready - began, "drafter": ended - ready, "both": ended - began}
+    return {name: round(each, 1) for name, each in seconds.items()}
+
+
+def start(device: torch.device) -> None:
+    """Report the seconds until both services of the demo are ready, with no kernel compiled and
+    with all. Fails if a start on a GPU misses one of `START_TARGETS`."""
+    with tempfile.TemporaryDirectory(prefix="pl") as kernels:
+        cold = seconds_to_start(device.type, kernels)
+        report(COLD, cold)
+        report(WARM, seconds_to_start(device.type, kernels))
+    fail_if_missed(missed_targets({COLD: cold}, START_TARGETS), device)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A text to be continued, greedily or sampled."""
+
+    prompt: list[int]
+    temperature: float
+    seed: int
+
+
+def jobs(count: int) -> list[Job]:
+    """Ends of demo prompts of different lengths; every second text is sampled."""
+    prompts = demo_prompts(DEMO / "prompts", DEMO / "target")
+    chosen = [prompts[index % len(prompts)] for index in range(count)]
+    return [Job(ids[-300 + 7 * n :], 0.8 * (n % 2), n) for n, ids in enumerate(chosen)]
+
+
+async def write(
+    client: Client, drafter: str, texts: Sequence[Job], at_once: int, tokens: int
+) -> tuple[list[list[int]], float]:
+    """Generate texts; returns their tokens, and tokens a drafted round."""
+    gate = asyncio.Semaphore(at_once)
+
+    async def one(job: Job) -> Any:
+        async with gate:
+            return await client.generate(
+                job.prompt, max_new_tokens=tokens, temperature=job.temperature,
+                seed=job.seed, drafter=drafter, ignore_eos=True,
+            )  # fmt: skip
+
+    results = await asyncio.gather(*map(one, texts))
+    rounds = [entry for result in results for entry in result.stats.rounds if entry.drafted]
+    emitted = sum(entry.emitted for entry in rounds) / max(1, len(rounds))
+    return [list(result.token_ids) for result in results], round(emitted, 2)
+
+
+async def compare(verifier: str, drafter: str, weights: str, count: int, tokens: int) -> list[str]:
+    """Report each way of writing the texts; returns those that changed one."""
+    changed = []
+    texts = jobs(count)
+    async with Client(verifier, drafter_address=drafter, drafting=ALWAYS) as client:
+        right, _ = await write(client, "none", texts, 1, tokens)
+        ways = [
+            (name, n)
+            for name in ("none", *TEXT_DRAFTERS)
+            for n in AT_ONCE
+            if (name, n) != ("none", 1)
+        ]
+        for name, at_once in ways:
+            some = texts[: ALONE if at_once == 1 else count]
+            found, emitted = await write(client, name, some, at_once, tokens)
+            pairs = list(zip(right, found, strict=False))
+            firsts = [
+                next(at for at, (a, b) in enumerate(zip(*pair, strict=False)) if a != b)
+                for pair in pairs
+                if pair[0] != pair[1]
+            ]
+            case = f"{weights}, {name}, {at_once} at once"
+            report(
+                case,
+                {
+                    "texts": len(some), "different": len(firsts),
+                    "tokens_a_round": emitted, "first_different_tokens": sorted(firsts)[:8],
+                },
+            )  # fmt: skip
+            if firsts:
+                changed.append(case)
+    return changed
+
+
+def texts(device: torch.device) -> None:
+    """Compare texts of the demo model with and without drafts, alone and beside others, as served.
+
+    One text at a time without a drafter is what every other way must give: each drafter, with trees
+    as it drafts them by default, for several texts at once, in each format of weights. Fails if a
+    text differs.
+    """
+    target = DEMO / "target"
+    specs = {name: f"{name}:{DEMO / name},target={target}" for name in TEXT_DRAFTERS} | {
+        "ngram": "ngram,shared_tokens=0"  # without the memory of other texts
+    }
+    count, tokens = (TEXTS, TEXT_TOKENS) if device.type == "cuda" else (4, 24)
+    changed: list[str] = []
+    for weights in FORMATS:
+        given = ["--target", str(target), "--weights", weights, "--device", device.type]
+        load = [argument for name in specs for argument in ("--load", f"{name}={specs[name]}")]
+        with (
+            ServiceProcess("verifier", [*given, "--kv-bytes=512MiB"]) as verifier,
+            ServiceProcess(
+                "drafter", ["--device", device.type, f"--verifier={verifier.address}", *load]
+            ) as drafter,
+        ):
+            changed += asyncio.run(
+                compare(verifier.address, drafter.address, weights, count, tokens)
+            )
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    if changed:
+        sys.exit(f"texts depend on how they are written: {'; '.join(changed)}")

@@ -1,1 +1,0 @@
-"""What the papers measured, an experiment at a time."""
