@@ -106,16 +106,6 @@ m['content'] | trim + '<|eot_id|>' }}
 {%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}\
 {% endif %}"""
 
-LLAMA32_VISION = """\
-{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>
-
-{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for part in m['content'] %}\
-{% if part['type'] == 'image' %}<|image|>{% elif part['type'] == 'text' %}{{ part['text'] }}\
-{% endif %}{% endfor %}{% endif %}<|eot_id|>{% endfor %}\
-{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>
-
-{% endif %}"""
-
 MISTRAL_V3 = """\
 {%- if messages[0]["role"] == "system" %}{% set system = messages[0]["content"] %}\
 {% set turns = messages[1:] %}{% else %}{% set turns = messages %}{% endif %}
@@ -258,27 +248,6 @@ DEEPSEEK_R1 = """\
 {{ '<｜tool▁output▁begin｜>' + m['content'] + '<｜tool▁output▁end｜>' }}{%- endif %}{%- endfor -%}\
 {% if add_generation_prompt and not ns.is_tool %}{{ '<｜Assistant｜><think>\\n' }}{% endif %}"""
 
-DEEPSEEK_V31 = """\
-{% if not thinking is defined %}{% set thinking = false %}{% endif %}{{ bos_token }}\
-{% set ns = namespace(last_user=false, text='') %}{% for m in messages %}\
-{% if m.role == 'system' %}{% set ns.text = ns.text + m.content %}{% endif %}{% endfor %}\
-{{ ns.text }}{% if tools is defined and tools is not none %}{% set list = namespace(text='## Tools\
-\\n') %}{% for tool in tools %}{% set list.text = list.text + '\\n### ' + tool.function.name + \
-'\\nParameters: ' + (tool.function.parameters | tojson) + '\\n' %}{% endfor %}{{ list.text }}\
-{% endif %}{% for m in messages %}{% if m['role'] == 'user' %}{% set ns.last_user = true %}\
-{{ '<｜User｜>' + m['content'] }}{% endif %}\
-{% if m['role'] == 'assistant' and m['tool_calls'] is defined and m['tool_calls'] is not none %}\
-{% if ns.last_user %}{{ '<｜Assistant｜></think>' }}{% endif %}{% set ns.last_user = false %}\
-{% if m['content'] is not none %}{{ m['content'] }}{% endif %}<｜tool▁calls▁begin｜>\
-{% for call in m['tool_calls'] %}<｜tool▁call▁begin｜>{{ call['function']['name'] + \
-'<｜tool▁sep｜>' + call['function']['arguments'] | tojson + '<｜tool▁call▁end｜>' }}{% endfor %}\
-<｜tool▁calls▁end｜><｜end▁of▁sentence｜>{% elif m['role'] == 'assistant' %}\
-{% if ns.last_user %}{{ '<｜Assistant｜></think>' }}{% endif %}{% set ns.last_user = false %}\
-{{ m['content'] + '<｜end▁of▁sentence｜>' }}{% endif %}{% if m['role'] == 'tool' %}\
-{% set ns.last_user = false %}{{ '<｜tool▁output▁begin｜>' + m['content'] + \
-'<｜tool▁output▁end｜>' }}{% endif %}{% endfor %}{% if add_generation_prompt and ns.last_user %}\
-{{ '<｜Assistant｜>' + ('<think>' if thinking else '</think>') }}{% endif %}"""
-
 GLM4 = """\
 [gMASK]<sop>{% if tools %}<|system|>
 # Tools
@@ -294,71 +263,6 @@ GLM4 = """\
 {{ call.function.arguments | tojson(ensure_ascii=False) }}{% endfor %}
 {%- elif m['role'] == 'tool' %}<|observation|>
 {{ m['content'] }}{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
-
-GLM45 = """\
-[gMASK]<sop>
-{%- if tools -%}
-<|system|>
-<tools>
-{% for tool in tools %}
-{{ tool | tojson(ensure_ascii=False) }}
-{% endfor %}
-</tools>{%- endif -%}
-{%- macro visible_text(content) -%}
-    {%- if content is string -%}
-        {{- content }}
-    {%- elif content is iterable and content is not mapping -%}
-        {%- for item in content -%}
-            {%- if item is mapping and item.type == 'text' -%}
-                {{- item.text }}
-            {%- elif item is string -%}
-                {{- item }}
-            {%- endif -%}
-        {%- endfor -%}
-    {%- else -%}
-        {{- content }}
-    {%- endif -%}
-{%- endmacro -%}
-{%- set ns = namespace(last_user_index=-1) %}
-{%- for m in messages %}
-    {%- if m.role == 'user' %}{% set ns.last_user_index = loop.index0 -%}{%- endif %}
-{%- endfor %}
-{% for m in messages %}
-{%- if m.role == 'user' -%}<|user|>
-{{ visible_text(m.content) }}
-{{- '/nothink' if (enable_thinking is defined and not enable_thinking) else '' -}}
-{%- elif m.role == 'assistant' -%}
-<|assistant|>
-{%- set content = visible_text(m.content) %}
-{%- if m.reasoning_content is string %}
-{{ '\\n<think>' + m.reasoning_content.strip() + '</think>' }}
-{%- else %}
-{{ '\\n<think></think>' }}
-{%- endif -%}
-{%- if content.strip() -%}
-{{ '\\n' + content.strip() }}
-{%- endif -%}
-{% if m.tool_calls %}
-{% for tc in m.tool_calls %}
-{%- if tc.function %}{%- set tc = tc.function %}{%- endif %}
-{{ '\\n<tool_call>' + tc.name }}
-{% set _args = tc.arguments %}
-{% for k, v in _args.items() %}
-<arg_key>{{ k }}</arg_key>
-<arg_value>{{ v | tojson(ensure_ascii=False) if v is not string else v }}</arg_value>
-{% endfor %}
-</tool_call>{% endfor %}
-{% endif %}
-{%- elif m.role == 'tool' -%}
-{%- if loop.first or (messages[loop.index0 - 1].role != "tool") %}{{- '<|observation|>' }}{%- endif %}
-{{- '\\n<tool_response>\\n' }}{{- m.content }}{{- '\\n</tool_response>' }}
-{%- elif m.role == 'system' -%}
-<|system|>
-{{ visible_text(m.content) }}
-{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}<|assistant|>{{- '\\n<think></think>' if (enable_thinking is \
-defined and not enable_thinking) else '' -}}{%- endif -%}"""
 
 SMOLLM2 = """\
 {% for m in messages %}{% if loop.first and messages[0]['role'] != 'system' %}\
@@ -407,27 +311,6 @@ SMOLLM3_FIRST = SMOLLM3.replace(" or tools -%}", " -%}").replace(
     "{%- if tools -%}{%- set xml_tools = tools -%}{%- endif -%}", ""
 )
 
-LFM2 = """\
-{{- bos_token -}}{%- set system = "" -%}{%- set ns = namespace(system_prompt="") -%}
-{%- if messages[0]["role"] == "system" -%}{%- set ns.system_prompt = messages[0]["content"] -%}
-{%- set messages = messages[1:] -%}{%- endif -%}
-{%- if tools -%}{%- set ns.system_prompt = ns.system_prompt + ("\\n" if ns.system_prompt else "") \
-+ "List of tools: <|tool_list_start|>[" -%}{%- for tool in tools -%}
-{%- if tool is not string -%}{%- set tool = tool | tojson -%}{%- endif -%}
-{%- set ns.system_prompt = ns.system_prompt + tool -%}
-{%- if not loop.last -%}{%- set ns.system_prompt = ns.system_prompt + ", " -%}{%- endif -%}
-{%- endfor -%}{%- set ns.system_prompt = ns.system_prompt + "]<|tool_list_end|>" -%}{%- endif -%}
-{%- if ns.system_prompt -%}{{- "<|im_start|>system\\n" + ns.system_prompt + "<|im_end|>\\n" -}}
-{%- endif -%}
-{%- for m in messages -%}{{- "<|im_start|>" + m["role"] + "\\n" -}}{%- set content = m["content"] -%}
-{%- if content is not string -%}{%- set content = content | tojson -%}{%- endif -%}
-{%- if m["role"] == "tool" -%}
-{%- set content = "<|tool_response_start|>" + content + "<|tool_response_end|>" -%}
-{%- elif m["role"] == "assistant" -%}
-{% generation %}{{- content + "<|im_end|>\\n" -}}{% endgeneration %}{%- continue -%}{%- endif -%}
-{{- content + "<|im_end|>\\n" -}}{%- endfor -%}
-{%- if add_generation_prompt -%}{{- "<|im_start|>assistant\\n" -}}{%- endif -%}"""
-
 GRANITE3 = """\
 {%- if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}\
 {% set turns = messages[1:] %}{% else %}{% set system = "You are Granite. Today is " + \
@@ -445,48 +328,6 @@ Document {{ loop.index0 }}
 <|end_of_text|>
 {% if loop.last and add_generation_prompt %}<|start_of_role|>assistant{% if controls %}\
 {{ controls | tojson(sort_keys=True) }}{% endif %}<|end_of_role|>{% endif %}{% endfor %}"""
-
-COMMAND_R_DEFAULT = """\
-{{ bos_token }}{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}\
-{% set system = messages[0]['content'] %}{% else %}{% set loop_messages = messages %}\
-{% set system = false %}{% endif %}{% if system != false %}<|SYSTEM|>{{ system }}{% endif %}\
-{% for m in loop_messages %}{% if m['role'] == 'user' %}{{ '<|USER|>' + m['content'].strip() }}\
-{% elif m['role'] == 'assistant' %}{{ '<|CHATBOT|>' + m['content'].strip() }}{% endif %}\
-{% endfor %}{% if add_generation_prompt %}<|CHATBOT|>{% endif %}"""
-
-COMMAND_R_TOOLS = """\
-{%- macro json_to_python_type(json_spec) %}
-{%- set basic = {"string": "str", "number": "float", "integer": "int", "boolean": "bool"} %}
-{%- if basic[json_spec.type] is defined %}
-{{- basic[json_spec.type] }}
-{%- elif json_spec.type == "array" %}
-{{- "List[" + json_to_python_type(json_spec.items) + "]" }}
-{%- else %}
-{{- "Any" }}
-{%- endif %}
-{%- endmacro %}
-{{- bos_token }}<|SYSTEM|>
-{% for tool in tools %}{% if loop.first %}## Tools{% endif %}
-{%- set tool = tool.function or tool %}
-def {{ tool.name }}(
-{%- for name, fields in tool.parameters.properties.items() %}
-{%- if loop.index > 1 %}, {% endif %}{{ name }}: {% if not name in tool.parameters.required %}\
-Optional[{{ json_to_python_type(fields) }}] = None{% else %}{{ json_to_python_type(fields) }}\
-{% endif %}{% endfor %}):
-{%- endfor %}
-{%- for m in messages %}
-{%- if m.role == 'system' %}{{ '<|SYSTEM|>' + m.content }}
-{%- elif m.role == 'user' %}{{ '<|USER|>' + m.content.strip() }}
-{%- elif m.role == 'assistant' or m.role == 'CHATBOT' %}<|CHATBOT|>{{ m.content | default('', true) }}
-{%- if m.tool_calls %}
-Action: ```json
-[{% for call in m.tool_calls %}
-{{ {"tool_name": call.function.name, "parameters": call.function.arguments} | \
-tojson(indent=4) | indent(4) }}{% if not loop.last %},{% endif %}{% endfor %}
-]```{% endif %}
-{%- elif m.role == 'tool' %}<|SYSTEM|><results>
-{{ loop.index0 }}: {{ m.content }}</results>{% endif %}
-{%- endfor %}{% if add_generation_prompt %}<|CHATBOT|>{% endif %}"""
 
 GPT_OSS = """\
 {%- macro render_type(spec) -%}
@@ -556,8 +397,6 @@ namespace functions {
 {%- endfor -%}
 {%- if add_generation_prompt -%}<|start|>assistant{%- endif -%}"""
 
-MINICPM = CHATML.replace("{{ tool | tojson }}", '{{ tool | tojson(separators=(",", ":")) }}')
-
 QWEN35 = """\
 {%- macro text(content) %}{% if content is string %}{{ content }}{% elif content is iterable %}\
 {% for part in content %}{{ part.text }}{% endfor %}{% endif %}{% endmacro %}
@@ -607,30 +446,6 @@ call.function.arguments | tojson }}{% endfor %}{{ eos_token }}
 {%- elif m.role == 'tool' %}[TOOL_RESULTS]{{ m.content }}[/TOOL_RESULTS]
 {%- else %}{{ raise_exception('Role ' + m.role + ' is unknown') }}{% endif %}{% endfor %}"""
 
-MINIMAX_M2 = """\
-{%- set system = messages[0].content if messages[0].role == 'system' else 'You are MiniMax.' %}
-{%- set turns = messages[1:] if messages[0].role == 'system' else messages %}
-]~b]system
-{{ system }}{% if tools %}<tools>{% for tool in tools %}{{ tool.function | tojson }}{% endfor %}\
-</tools>{% endif %}[e~[
-{%- for m in turns %}{% if m.role == 'assistant' %}
-]~b]ai
-{{ m.content or '' }}{% for call in m.tool_calls or [] %}<invoke name="{{ call.function.name }}">\
-{% for name, value in call.function.arguments.items() %}<parameter name="{{ name }}">\
-{{ value | tojson(ensure_ascii=False) if value is not string else value }}</parameter>\
-{% endfor %}</invoke>{% endfor %}[e~[
-{%- elif m.role == 'tool' %}{% if loop.first or turns[loop.index0 - 1].role == 'user' %}\
-{{ raise_exception('There is no call before this result') }}{% endif %}
-]~b]tool
-<response>{{ m.content }}</response>[e~[
-{%- elif m.role == 'user' %}
-]~b]user
-{{ m.content }}[e~[{% endif %}{% endfor %}
-{%- if add_generation_prompt %}
-]~b]ai
-<think>
-{% endif %}"""
-
 OLMO2 = """\
 {{ bos_token }}{% for m in messages %}{% if m['role'] == 'system' %}\
 {{ '<|system|>\\n' + m['content'] + '\\n' }}{% elif m['role'] == 'user' %}\
@@ -638,144 +453,6 @@ OLMO2 = """\
 {% if not loop.last %}{{ '<|assistant|>\\n' + m['content'] + eos_token + '\\n' }}{% else %}\
 {{ '<|assistant|>\\n' + m['content'] + eos_token }}{% endif %}{% endif %}\
 {% if loop.last and add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}{% endfor %}"""
-
-FALCON3 = """\
-{%- if tools %}{{- '<|system|>\\n' }}{%- if messages[0].role == 'system' %}\
-{{- messages[0].content }}{%- set remaining_messages = messages[1:] %}{%- else %}\
-{%- set remaining_messages = messages %}{%- endif %}{{- '\\n[' }}{%- for tool in tools %}\
-{{- tool.function | tojson }}{{- ', ' if not loop.last }}{%- endfor %}{{- ']\\n' }}{%- else %}\
-{%- set remaining_messages = messages %}{%- endif %}{%- for m in remaining_messages %}\
-{{- '<|' ~ m.role ~ '|>\\n' ~ (m.content or '') }}{%- if m.tool_calls %}{{- '<tool_call>' }}\
-{%- for call in m.tool_calls %}{{- call.function | tojson }}{%- endfor %}{{- '</tool_call>' }}\
-{%- endif %}{{- '\\n' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}\
-{%- endif %}"""
-
-KIMI_K2 = """\
-{% if tools -%}<|im_system|>tool_declare<|im_middle|>{{ tools | tojson(separators=(',', ':')) }}\
-<|im_end|>{%- endif -%}
-{%- for m in messages -%}{%- if loop.first and messages[0]['role'] != 'system' -%}\
-<|im_system|>system<|im_middle|>You are Kimi.<|im_end|>{%- endif -%}
-{%- set name = m.name or m.role -%}<|im_{{ m.role if m.role in ('user', 'assistant') else 'system' }}|>\
-{{ name }}<|im_middle|>
-{%- if m['role'] == 'assistant' and m.get('tool_calls') -%}
-{%- if m['content'] -%}{{ m['content'] }}{%- endif -%}<|tool_calls_section_begin|>
-{%- for call in m['tool_calls'] -%}{%- set id = call['id'] -%}<|tool_call_begin|>{{ id }}\
-<|tool_call_argument_begin|>{% if call['function']['arguments'] is string %}\
-{{ call['function']['arguments'] }}{% else %}{{ call['function']['arguments'] | tojson }}\
-{% endif %}<|tool_call_end|>{%- endfor -%}<|tool_calls_section_end|>
-{%- elif m['role'] == 'tool' -%}## Return of {{ m.tool_call_id }}
-{{ m['content'] }}
-{%- elif m['content'] is string -%}{{ m['content'] }}
-{%- elif m['content'] is not none -%}{% for part in m['content'] -%}
-{% if part['type'] == 'image' or 'image' in part or 'image_url' in part %}<|media|>{% else %}\
-{{ part['text'] }}{% endif %}{%- endfor -%}{%- endif -%}<|im_end|>{%- endfor -%}
-{%- if add_generation_prompt -%}<|im_assistant|>assistant<|im_middle|>{%- endif -%}"""
-
-NEMOTRON = """\
-{%- set thinking = "off" not in (messages[0].content if messages[0].role == 'system' else '') %}
-{{- bos_token }}<SPECIAL_10>System
-{%- if messages and messages[0].role == 'system' %}{{ '\\n' + messages[0].content.strip() }}\
-{% endif %}
-{%- if tools -%}{{ '\\n<AVAILABLE_TOOLS>[' }}{%- for tool in tools -%}
-{{- (tool.function if tool.function is defined else tool) | tojson -}}
-{{- ', ' if not loop.last else '' -}}{%- endfor -%}{{- ']</AVAILABLE_TOOLS>' }}{%- endif -%}
-{%- for m in messages %}{%- if m.role == 'user' %}{{ '\\n<SPECIAL_11>User\\n' + m.content.strip() }}
-{%- elif m.role == 'tool' %}
-{%- if loop.first or (messages[loop.index0 - 1].role != 'tool') %}\
-{{ '\\n<SPECIAL_11>User\\n<TOOL_RESPONSE>[' }}{%- endif %}{{- m.content -}}
-{{- ', ' if not loop.last and (messages[loop.index0 + 1].role == 'tool') else '' -}}
-{%- if loop.last or (messages[loop.index0 + 1].role != 'tool') -%}{{- ']</TOOL_RESPONSE>' -}}\
-{%- endif -%}
-{%- elif m.role == 'assistant' %}{{ '\\n<SPECIAL_11>Assistant\\n' }}
-{%- if m.tool_calls -%}{{ '<TOOLCALL>[' }}{%- for call in m.tool_calls -%}
-{%- set fn = call.function if call.function is defined else call -%}
-{{- '{"name": "' + fn.name + '", "arguments": ' -}}
-{%- if fn.arguments is not string -%}{{- fn.arguments | tojson -}}{%- else -%}{{- fn.arguments -}}\
-{%- endif -%}{{- '}' + (', ' if not loop.last else '') -}}{%- endfor -%}{{- ']</TOOLCALL>' }}
-{%- else -%}{{ m.content.strip() }}{%- endif -%}{%- endif -%}{%- endfor -%}
-{%- if add_generation_prompt %}{{ '\\n<SPECIAL_11>Assistant\\n' }}\
-{%- if thinking %}{{ '<think>\\n' }}{%- else %}{{ '<think></think>' }}{%- endif %}{%- endif %}"""
-
-APERTUS = """\
-{%- macro render_params(parameters) -%}{%- for name, spec in parameters.properties.items() -%}
-{{ name }}: {{ spec.type | upper | lower }}{{ ", " if not loop.last }}{%- endfor -%}{%- endmacro -%}
-{{ bos_token }}{%- set loop_messages = messages -%}
-{%- if messages[0].role == 'system' -%}
-{%- if messages[0].content is string -%}{{ '<|system_start|>' + messages[0].content + '<|system_end|>' }}
-{%- elif messages[0].content is mapping and 'text' in messages[0].content -%}\
-{{ '<|system_start|>' + messages[0].content.text + '<|system_end|>' }}
-{%- else -%}{{- raise_exception("Invalid system message") -}}{%- endif -%}
-{%- set loop_messages = messages[1:] -%}
-{%- else -%}{{ '<|system_start|>You are Apertus.<|system_end|>' }}{%- endif -%}
-{{ '<|developer_start|>' }}{% if tools %}{% for tool in tools %}type {{ tool.function.name }}\
-({{ render_params(tool.function.parameters) }}){% endfor %}{% else %}Tools: disabled{% endif %}\
-{{ '<|developer_end|>' }}
-{%- for m in loop_messages -%}
-{%- if m.role == 'user' -%}<|user_start|>{{ m.content }}<|user_end|>
-{%- elif m.role == 'assistant' -%}<|assistant_start|>{{ m.content if m.content }}
-{%- if m.tool_calls -%}<|tools_prefix|>[{%- for call in m.tool_calls -%}\
-{"{{ call.function.name }}": {{ call.function.arguments | tojson }}}{{ ", " if not loop.last }}\
-{%- endfor -%}]<|tools_suffix|>{%- else -%}<|assistant_end|>{%- endif -%}
-{%- elif m.role == 'tool' -%}[{{ m.content }}]
-{%- else -%}{{- raise_exception("Role " ~ m.role ~ " is unknown") -}}{%- endif -%}{%- endfor -%}
-{%- if add_generation_prompt -%}<|assistant_start|>{%- endif -%}"""
-
-EXAONE4 = """\
-{%- set ns = namespace(turn=0, found=[]) %}
-{%- for m in messages %}{% if m.role == 'user' %}{% set ns.found = ns.found + [loop.index0] %}\
-{% endif %}{% endfor %}
-{%- if messages[0].role == 'system' or tools %}[|system|]
-{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}{% if tools %}\
-{% for tool in tools %}<tool>{{ tool | tojson(ensure_ascii=False) | safe }}</tool>{% endfor %}\
-{% endif %}[|endofturn|]
-{% endif %}
-{%- for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}
-{%- if m.role == 'assistant' and m.tool_calls %}[|assistant|]
-{% if loop.index0 > ns.found[-1] %}<think>
-{{ m.reasoning_content | default('', true) }}</think>{% endif %}
-{%- for call in m.tool_calls %}<tool_call>{"name": "{{ call.function.name }}", "arguments": \
-{{ call.function.arguments | tojson(ensure_ascii=False) | safe }}}</tool_call>{% endfor %}\
-[|endofturn|]
-{% elif m.role == 'tool' %}[|tool|]
-<tool_result>{{ m.content }}</tool_result>[|endofturn|]
-{% else %}[|{{ m.role }}|]
-{{ m.content }}{{ '' if m.role == 'user' and loop.last and false else '[|endofturn|]' }}
-{% endif %}{% endfor %}{% if add_generation_prompt %}[|assistant|]
-{% if enable_thinking is defined and enable_thinking is true %}<think>
-{% else %}<think>
-
-</think>
-
-{% endif %}{% endif %}"""
-
-HUNYUAN = """\
-{{- bos_token }}{%- if messages[0]['role'] == 'system' %}{%- set system = messages[0]['content'] %}\
-{%- set loop_messages = messages[1:] %}{%- else %}{%- set system = '' %}\
-{%- set loop_messages = messages %}{%- endif %}
-{%- if tools %}{{- system ~ '\\n<tools>\\n' }}{% for tool in tools %}\
-{{- '{"type": "function", "function": ' ~ tool.function | tojson ~ '}\\n' }}{% endfor %}\
-{{- '</tools><｜hy_place▁holder▁no▁3｜>' }}{%- elif system %}\
-{{- system ~ '<｜hy_place▁holder▁no▁3｜>' }}{%- endif %}
-{%- for m in loop_messages %}{%- if m['role'] == 'user' %}{{- '<｜hy_User｜>' ~ m['content'] }}
-{%- elif m['role'] == 'assistant' %}{%- if m['tool_calls'] is defined and m['tool_calls'] %}
-{{- '<｜hy_Assistant｜>' ~ (m['content'] or '') ~ '<tool_calls>' }}\
-{% for call in m.tool_calls %}{{- '<tool_call>' ~ call['function']['name'] ~ '\\n```json\\n' ~ \
-(call['function']['arguments'] | tojson) ~ '\\n```</tool_call>' }}{% endfor %}\
-{{- '</tool_calls>' }}{%- else %}{{- '<｜hy_Assistant｜>' ~ m['content'] ~ eos_token }}{%- endif %}
-{%- elif m['role'] == 'tool' %}{{- '<tool_responses>' ~ m['content'] ~ '</tool_responses>' }}\
-{%- endif %}{%- endfor %}{%- if add_generation_prompt %}{{- '<｜hy_Assistant｜>' }}{%- endif %}"""
-
-YI = """\
-{% if messages[0]['role'] == 'system' %}{% set system_message = messages[0]['content'] %}{% endif %}\
-{% if system_message is defined %}{{ system_message }}{% endif %}{% for m in messages %}\
-{% set content = m['content'] %}{% if m['role'] == 'user' %}{{ '<|im_start|>user\\n' + content + \
-'<|im_end|>\\n<|im_start|>assistant\\n' }}{% elif m['role'] == 'assistant' %}\
-{{ content + '<|im_end|>' + '\\n' }}{% endif %}{% endfor %}"""
-
-INTERNLM = """\
-{{ bos_token }}{% for m in messages %}{{ '<|im_start|>' + m['role'] + \
-(' name=' + m['name'] if 'name' in m else '') + '\\n' + m['content'] + '<|im_end|>' + '\\n' }}\
-{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
 ZEPHYR = """\
 {% for m in messages %}
@@ -791,19 +468,6 @@ ZEPHYR = """\
 {% endif %}
 {% endfor %}"""
 
-VICUNA = """\
-{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'].strip() + '\\n\\n' }}\
-{% set turns = messages[1:] %}{% else %}{{ 'A chat.\\n\\n' }}{% set turns = messages %}{% endif %}\
-{% for m in turns %}{% if m.role == 'user' %}USER: {{ m.content.strip() }}
-{% elif m.role == 'assistant' %}ASSISTANT: {{ m.content.strip() ~ eos_token }}
-{% endif %}{% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}"""
-
-IDEFICS = """\
-{% for m in messages %}{{ m['role'] | capitalize }}:{% for line in m['content'] %}\
-{% if line['type'] == 'text' %}{{ line['text'] }}{% elif line['type'] == 'image' %}<image>\
-{% endif %}{% endfor %}<end_of_utterance>
-{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"""
-
 LOOPS = """\
 {% macro each(n) %}{% for i in range(n) %}{{ caller(i) }}{% endfor %}{% endmacro %}\
 {% for m in messages %}{% if m.role == 'tool' %}{% continue %}{% endif %}{% for part in \
@@ -815,7 +479,5 @@ LOOPS = """\
 {{ undefined_thing is defined }}{% call(x) each(3) %}<{{ x }}>{% endcall %}"""
 
 SHAPES = {
-    name: value
-    for name, value in globals().items()
-    if name.isupper() and name != "IDEFICS" and isinstance(value, str)
+    name: value for name, value in globals().items() if name.isupper() and isinstance(value, str)
 }

@@ -1,8 +1,7 @@
 """Chat templates, rendered as transformers renders them.
 
-A template is given what it can show. Whether it shows tools, calls, lists of parts or a system
-message is found by rendering short conversations, never by looking at its source. Whether it shows
-every message is found by rendering the conversation again with a word at the end of each.
+A template is given what it can show. Whether it shows every message, tool and call is found by
+rendering the conversation again with a word in each; its source is never looked at.
 
 This file needs Jinja and nothing else of the project, because it is also a program: it renders the
 conversations that it reads from its standard input, within limits of time and memory. See
@@ -12,16 +11,18 @@ conversations that it reads from its standard input, within limits of time and m
 from __future__ import annotations
 
 import json
+import re
 import struct
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
-from functools import cached_property, lru_cache
+from functools import lru_cache, reduce
 from itertools import product
-from typing import Any, BinaryIO, Literal, NoReturn
+from typing import Any, BinaryIO, Literal, NamedTuple, NoReturn
 
-from jinja2 import TemplateError, nodes
+from jinja2 import Template, TemplateError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -31,8 +32,7 @@ from jinja2.utils import Namespace
 Message = dict[str, Any]
 Tool = Mapping[str, Any]
 
-_MAX_OUTPUT = 32 << 20
-"""Longest prompt. Unit: characters."""
+_MAX_OUTPUT = 32 << 20  # characters of a prompt
 HEAD = struct.Struct("!Q")
 """Length of a message between a process and its parent."""
 
@@ -51,39 +51,30 @@ For each call, write a JSON object with the function's name and arguments inside
 {{"name": <function name>, "arguments": <object>}}
 </tool_call>"""
 
-_Way = Literal["tools", "xml_tools", "system", "text"]
-"""How tools reach a template: in the variable of all templates; in the variable of SmolLM3; in the
-field `tools` of the system message, as for Phi-4-mini; as text of a message."""
+_Way = Literal["variable", "field", "text"]
+"""How tools reach a template: in variables of the template; in the field `tools` of the system
+message, as for Phi-4-mini; as text of the system message."""
 
-_Absent = Literal["missing", "none", "empty"]
-"""How a template is told that a message has no content."""
+_Of = Literal["message", "tool", "call", "argument"]
 
-_ABSENT: tuple[_Absent, ...] = ("missing", "none", "empty")
 
-_ASKED, _SYSTEM, _OFFERED, _WANTED, _ARGUMENT, _RESULT = (
-    f"paceline{index}probe" for index in range(6)
+class _Form(NamedTuple):
+    """How calls are given to a template."""
+
+    content: Literal["missing", "none", "empty"] = "missing"  # of a message without content
+    arguments: Literal["object", "text"] = "object"
+    single: bool = False  # a message for each call, with its result behind it
+    as_text: bool = False
+
+
+_FORMS = (
+    _Form(),
+    _Form("none"),
+    _Form("empty"),
+    _Form("none", "text"),
+    _Form(single=True),
+    _Form(as_text=True),
 )
-
-_ARGUMENTS = json.dumps({"x": _ARGUMENT})
-
-_TOOL: Message = {
-    "type": "function",
-    "function": {
-        "name": _OFFERED,
-        "description": "A function.",
-        "parameters": {
-            "type": "object",
-            "properties": {"x": {"type": "string", "description": "A text."}},
-            "required": ["x"],
-        },
-    },
-}
-
-_CALL: Message = {
-    "id": "abcdefgh1",
-    "type": "function",
-    "function": {"name": _WANTED, "arguments": _ARGUMENTS},
-}
 
 
 class TemplateRefusal(ValueError):
@@ -97,8 +88,7 @@ class TemplateRefusal(ValueError):
 class Prompt(str):
     """A rendered conversation."""
 
-    changes: str
-    """What was done to messages so that the template shows them all; empty: nothing."""
+    changes: str  # what was done to messages so that the template shows them all; "" if nothing
 
     def __new__(cls, text: str, changes: str) -> Prompt:
         prompt = super().__new__(cls, text)
@@ -108,91 +98,80 @@ class Prompt(str):
 
 @dataclass(frozen=True)
 class Conversation:
-    """What is rendered. All values are those of JSON."""
+    """What is rendered. All values are those of JSON; messages and tools have the form of OpenAI's
+    API."""
 
-    templates: Mapping[str, str]
-    """Templates of the model by name."""
-
+    templates: Mapping[str, str]  # of the model, by name
     messages: Sequence[Mapping[str, Any]]
-    """In the form of OpenAI's API."""
-
-    template: str | None = None
-    """Name of a template, or a template; None: "tool_use" with tools, or "default"."""
-
-    special_tokens: Mapping[str, str] = field(default_factory=dict)
-    """Variables of the template with the texts of special tokens."""
-
+    template: str | None = None  # a name, or a template; None: "tool_use" with tools, or "default"
+    special_tokens: Mapping[str, str] = field(default_factory=dict)  # variables of the template
     tools: Sequence[Tool] = ()
-    """In the form of OpenAI's API."""
-
     documents: Sequence[Mapping[str, Any]] | None = None
-    """Variable of templates for answers from documents."""
-
-    variables: Mapping[str, Any] = field(default_factory=dict)
-    """More variables of the template."""
-
+    variables: Mapping[str, Any] = field(default_factory=dict)  # more of the template
     add_generation_prompt: bool = True
-    """End the prompt with the beginning of an answer."""
-
     continue_final_message: bool = False
-    """End the prompt with the text of the last message instead."""
 
     def render(self) -> Prompt:
-        """The prompt, with its special tokens as text.
+        """Return the prompt, with its special tokens as text.
 
-        Where the template refuses messages in their order, or leaves some out, they are arranged
-        in other ways (`_arrangements`). The first that shows all is the prompt; if none does, the
-        one that leaves out the fewest.
-
-        Raises `TemplateRefusal`: the template refuses all arrangements; with its words about the
-        messages as they are.
+        Where the template refuses messages, or leaves out messages, tools or calls, they are given
+        to it in other forms and orders. The first that shows all is the prompt; if none does, the
+        one that leaves out the fewest messages. Raises TemplateRefusal if the template refuses
+        them all, with its words about the messages as they are, or leaves out tools or calls.
         """
-        messages = [_normalized(message) for message in self.messages]
-        final = self._mark_final(messages) if self.continue_final_message else ""
-        refusals: list[TemplateRefusal] = []
-        found: list[tuple[int, Prompt]] = []
-        for changes, arranged in _arrangements(messages):
-            try:
-                text, lost = self._shown(arranged, final), self._lost(arranged, final)
-            except TemplateRefusal as refusal:
-                refusals.append(refusal)
-                continue
-            left_out = f"the chat template leaves out {lost} of the messages" if lost else ""
-            found.append((lost, Prompt(text, "; ".join(filter(None, (changes, left_out))))))
-            if not lost:
-                break
-        if not found:
-            raise refusals[0]
-        return min(found, key=lambda each: each[0])[1]
-
-    def _shown(self, messages: list[Message], final: str) -> str:
-        """The prompt of these messages, the last of which may end with the tag."""
-        template = _known(self._source(), tuple(sorted(self.special_tokens.items())))
-        begin_answer = self.add_generation_prompt and not self.continue_final_message
-        values = {"documents": self.documents, **self.variables}
+        template = _compiled(self._source())
         try:
-            text = template.show(
-                messages, self.tools, values | {"add_generation_prompt": begin_answer}
-            )
+            messages = [_normalized(message) for message in self.messages]
+            final = self._mark_final(messages) if self.continue_final_message else ""
+            marked, marked_tools, words = _with_words(messages, self.tools)
         except (LookupError, TypeError, AttributeError) as error:
             raise TemplateRefusal(
                 f"messages and tools must have the form of OpenAI's API: {error!r}"
             ) from None
-        return _up_to_tag(text, final) if self.continue_final_message else text
+        refusals: list[TemplateRefusal] = []
+        rendered: list[tuple[Counter[_Of], _Attempt]] = []
+        hidden_ways: set[_Way] = set()
+        for attempt in _attempts(marked, bool(self.tools)):
+            if attempt.way in hidden_ways:
+                continue
+            try:
+                text = self._text(template, attempt, marked, marked_tools, final)
+            except TemplateRefusal as refusal:
+                refusals.append(refusal)
+                continue
+            lost = _lost(words, text)
+            rendered.append((lost, attempt))
+            if not lost:
+                break
+            if lost["tool"] and attempt.way != "text":
+                hidden_ways.add(attempt.way)
+        if not rendered:
+            raise refusals[0]
+        lost, best = min(
+            rendered, key=lambda each: (bool(each[0].keys() - {"message"}), each[0].total())
+        )
+        if lost.keys() - {"message"}:
+            raise TemplateRefusal("the chat template leaves out tools or calls of functions")
+        left_out = f"the chat template leaves out {lost['message']} of the messages" if lost else ""
+        text = self._text(template, best, messages, self.tools, final)
+        return Prompt(text, "; ".join(filter(None, (best.changes, left_out))))
 
-    def _lost(self, messages: list[Message], final: str) -> int:
-        """Number of messages whose text is not in the prompt."""
-        words, marked = [], []
-        for index, message in enumerate(messages):
-            text = text_of(message.get("content"))
-            if text.strip() and not text.endswith(_CONTINUED):
-                words.append(f"paceline{index}shown")
-                content, word = message["content"], words[-1]
-                end = [{"type": "text", "text": word}] if isinstance(content, list) else word
-                message = {**message, "content": content + end}
-            marked.append(message)
-        text = self._shown(marked, final)
-        return sum(word not in text for word in words)
+    def _text(
+        self,
+        template: Template,
+        attempt: _Attempt,
+        messages: list[Message],
+        tools: Sequence[Tool],
+        final: str,
+    ) -> str:
+        """Return the prompt of an attempt with these messages and tools."""
+        begin_answer = self.add_generation_prompt and not self.continue_final_message
+        given: dict[str, Any] = {"documents": self.documents, **self.special_tokens}
+        given |= {**self.variables, "tools": None, "add_generation_prompt": begin_answer}
+        if tools and attempt.way == "variable":  # the first SmolLM3 has a name of its own for them
+            given |= {"tools": list(tools), "xml_tools": [function_of(tool) for tool in tools]}
+        text = _rendered(template, {**given, "messages": attempt.arranged(messages, tools)})
+        return _up_to_tag(text, final) if self.continue_final_message else text
 
     def _source(self) -> str:
         if self.template is not None:
@@ -206,7 +185,7 @@ class Conversation:
         )
 
     def _mark_final(self, messages: list[Message]) -> str:
-        """Puts the tag behind the last message's text, which is returned."""
+        """Put the tag behind the last message's text, which is returned."""
         last = messages[-1]
         content = last.get("content")
         if isinstance(content, str):
@@ -223,48 +202,179 @@ class Conversation:
 
 
 def _normalized(message: Mapping[str, Any]) -> Message:
-    """A copy of a message as templates expect it: without absent fields, and with its reasoning
-    under each name that templates use. Role "developer" is "system"."""
+    """Return a copy of a message as templates expect it: without absent fields and empty contents
+    of calls, with its reasoning under each name that templates use. Role "developer" is "system".
+    """
     fields = {name: value for name, value in message.items() if value is not None}
     if fields.get("role") == "developer":
         fields["role"] = "system"
     if isinstance(fields.get("content"), list | tuple):
         fields["content"] = [dict(part) for part in fields["content"]]
+    if calls := calls_of(fields):
+        fields["tool_calls"] = [_with_arguments(call, _object) for call in calls]
+        if not fields.get("content"):
+            fields.pop("content", None)
     reasoning = next((fields[name] for name in _REASONING if name in fields), None)
     if reasoning is not None:
         fields = {"thinking": reasoning, **fields, "reasoning_content": reasoning}
     return fields
 
 
-def _arrangements(messages: list[Message]) -> Iterator[tuple[str, list[Message]]]:
-    """The messages as they are, and what they become for a template that does not take them so,
-    each with a description: all system messages as the first one; besides, with alternating turns;
-    system messages as turns of the user; texts beside calls as messages of their own."""
-    tried = [messages]
-    yield "", messages
+class _Word(NamedTuple):
+    """A word that no template has by itself, in a message, a tool or a call."""
+
+    of: _Of
+    word: str
+    quotes: tuple[str, ...] = ()  # around a word that is printed as a part of a value
+
+
+_WORD = re.compile(r"""(\\?["'])?(paceline\d+shown)(?(1)\1)""")
+
+
+def _lost(words: Sequence[_Word], text: str) -> Counter[_Of]:
+    """Return of what a prompt does not show the words, and of how many each. Of arguments, some
+    templates show those that the tool has."""
+    quotes: dict[str, set[str]] = {}
+    for shown in _WORD.finditer(text):
+        quotes.setdefault(shown[2], set()).add(shown[1])
+    return Counter(
+        each.of
+        for each in words
+        if quotes.get(each.word, set()).intersection(each.quotes)
+        or (each.word not in quotes and each.of != "argument")
+    )
+
+
+def _with_words(
+    messages: list[Message], tools: Sequence[Tool]
+) -> tuple[list[Message], list[Tool], list[_Word]]:
+    """Return copies of messages and tools with a word in each text, tool and call, and the words.
+    The text that is to be continued has none."""
+    words: list[_Word] = []
+
+    def new(of: _Of, *quotes: str) -> str:
+        words.append(_Word(of, f"paceline{len(words)}shown", quotes))
+        return words[-1].word
+
+    def call_with_word(call: Mapping[str, Any]) -> Message:
+        function = {**call["function"], "name": new("call")}
+        arguments = function["arguments"]
+        if isinstance(arguments, dict):
+            word = new("argument", "'", '\\"')  # as Python's dictionary, or as JSON in JSON
+            function["arguments"] = {**arguments, word: word}
+        return {**call, "function": function}
+
+    marked: list[Message] = []
+    for message in messages:
+        content = message.get("content")
+        text = text_of(content)
+        if text.strip() and not text.endswith(_CONTINUED):
+            if isinstance(content, list):
+                content = [*content, {"type": "text", "text": new("message", "'", '"')}]
+            else:
+                content = text + new("message")
+            message = {**message, "content": content}
+        if calls := calls_of(message):
+            message = {**message, "tool_calls": [call_with_word(call) for call in calls]}
+        marked.append(message)
+    marked_tools: list[Tool] = []
+    for tool in tools:
+        named = {**function_of(tool), "name": new("tool")}
+        marked_tools.append({**tool, "function": named} if "function" in tool else named)
+    return marked, marked_tools, words
+
+
+class _Attempt(NamedTuple):
+    """How messages and tools are given to a template."""
+
+    way: _Way
+    form: _Form
+    steps: tuple[Callable[[list[Message]], list[Message]], ...]  # to another order
+    flat: bool  # lists of parts become texts
+    changes: str  # what the steps do, in words
+
+    def arranged(self, messages: list[Message], tools: Sequence[Tool]) -> list[Message]:
+        """Return the messages as the template gets them, with the tools that are no variable."""
+        messages = _prepared(messages, tools, self.way, self.form)
+        messages = reduce(lambda arranged, step: step(arranged), self.steps, messages)
+        messages = _one_call_each(messages) if self.form.single else messages
+        return [_in_form(message, self.form, self.flat) for message in messages]
+
+
+def _attempts(messages: list[Message], has_tools: bool) -> Iterator[_Attempt]:
+    """Return what is tried for a conversation, the likeliest first, each once."""
+    has_calls = any(calls_of(m) or m["role"] == "tool" or "content" not in m for m in messages)
+    has_lists = any(isinstance(message.get("content"), list) for message in messages)
+    ways: tuple[_Way, ...] = ("variable", "field", "text") if has_tools else ("variable",)
+    kinds = [(way, _FORMS[-1:] if has_calls else _FORMS[:1]) for way in ways]
+    # What shows no tools shows no calls, or none in the form that the text about tools explains.
+    for way, forms in [("variable", _FORMS[:-1]), *kinds] if has_calls else kinds:
+        tried: list[list[Message]] = []
+        start = _prepared(messages, [{}] * has_tools, way, forms[0])
+        bare = _prepared(messages, (), way, forms[0])  # without tools, whose place is free
+        for steps in _ARRANGEMENTS:
+            arranged, told, changes = start, bare, ["calls became text"] * forms[0].as_text
+            for step in steps:
+                before, arranged, told = told, step(arranged), step(told)
+                changes += [_STEPS[step]] if told != before else []
+            if arranged not in tried:
+                tried.append(arranged)
+                for form, flat in product(forms, (False, True) if has_lists else (False,)):
+                    yield _Attempt(way, form, steps, flat, "; ".join(changes))
+
+
+def _prepared(
+    messages: list[Message], tools: Sequence[Tool], way: _Way, form: _Form
+) -> list[Message]:
+    """Return messages with calls as text, if the form says so, and the tools in a system message,
+    if the way says so."""
+    messages = _calls_as_text(messages) if form.as_text else messages
+    if not tools or way == "variable":
+        return messages
+    first: Message = {"role": "system", "content": ""}
+    if messages and messages[0]["role"] == "system":
+        first, messages = messages[0], messages[1:]
+    if way == "field":
+        return [{**first, "tools": as_json([function_of(tool) for tool in tools])}, *messages]
+    text = _HERMES_TOOLS.format(tools="\n".join(json.dumps(tool) for tool in tools))
+    return [
+        {**first, "content": "\n\n".join(filter(None, (text_of(first["content"]), text)))},
+        *messages,
+    ]
+
+
+def _in_form(message: Message, form: _Form, flat: bool) -> Message:
+    """Return a message in the form that a template may take."""
+    message = dict(message)
+    if "content" not in message and form.content != "missing":
+        message["content"] = None if form.content == "none" else ""
+    if flat and isinstance(message.get("content"), list):
+        message["content"] = text_of(message["content"])
+    if form.arguments == "text" and (calls := calls_of(message)):
+        message["tool_calls"] = [_with_arguments(call, _as_text) for call in calls]
+    return message
+
+
+def _with_arguments(call: Mapping[str, Any], change: Callable[[Any], Any]) -> Message:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": change(function.get("arguments"))}}
+
+
+def _system_first(messages: list[Message]) -> list[Message]:
     first = [message for message in messages if message["role"] == "system"]
-    others = [message for message in messages if message["role"] != "system"]
-    merged = "system messages were merged into the first one"
-    turns = "turns were merged or added so that user and assistant alternate"
-    users = "system messages became the user's"
-    texts = "texts beside calls became messages of their own"
-    as_user = [{**m, "role": "user"} if m["role"] == "system" else m for m in messages]
-    for changes, arranged in (
-        (merged, _merged(first) + others),
-        (turns if len(first) < 2 else f"{merged}; {turns}", _alternating(_merged(first) + others)),
-        (users, _alternating(as_user)),
-        (texts, _apart(messages)),
-        (f"{users}; {texts}", _apart(_alternating(as_user))),
-    ):
-        if arranged not in tried:
-            tried.append(arranged)
-            yield changes, arranged
+    return _merged(first) + [message for message in messages if message["role"] != "system"]
+
+
+def _system_as_user(messages: list[Message]) -> list[Message]:
+    return [{**m, "role": "user"} if m["role"] == "system" else m for m in messages]
 
 
 def _alternating(messages: list[Message]) -> list[Message]:
-    """Messages whose turns of user and assistant alternate, beginning with the user's. A result
-    without a call is the user's. Turns that are missing are added, with a space, since templates
-    refuse empty ones."""
+    """Return messages whose turns of user and assistant alternate, beginning with the user's.
+
+    A result without a call is the user's. Turns that are missing are added, with a space, since
+    templates refuse empty ones.
+    """
     turns: list[Message] = []
     for message in messages:
         last = turns[-1] if turns else {"role": ""}
@@ -283,19 +393,21 @@ def _alternating(messages: list[Message]) -> list[Message]:
 
 
 def _apart(messages: list[Message]) -> list[Message]:
-    """Messages without text beside calls, which is a message before them."""
-    found: list[Message] = []
+    """Return messages without text beside calls: it is a message before them."""
+    apart: list[Message] = []
     for message in messages:
         if calls_of(message) and message.get("content"):
-            found.append({name: value for name, value in message.items() if name != "tool_calls"})
+            apart.append({name: value for name, value in message.items() if name != "tool_calls"})
             message = {"role": message["role"], "tool_calls": message["tool_calls"]}
-        found.append(message)
-    return found
+        apart.append(message)
+    return apart
 
 
 def _merged(messages: list[Message]) -> list[Message]:
-    """Messages in which those of one role in a row are one. Calls, and what is behind them, are
-    kept apart."""
+    """Return messages in which those of one role in a row are one.
+
+    Calls, and what is behind them, are kept apart.
+    """
     groups: list[list[Message]] = []
     for message in messages:
         last = groups[-1][-1] if groups else {"role": ""}
@@ -317,11 +429,25 @@ def _as_one(messages: list[Message]) -> Message:
     return {name: value for each in messages for name, value in each.items()} | {"content": content}
 
 
-def _up_to_tag(text: str, final: str) -> str:
-    """A rendered conversation up to the tag behind its last message.
+_STEPS: dict[Callable[[list[Message]], list[Message]], str] = {
+    _system_first: "system messages were merged into the first one",
+    _alternating: "turns were merged or added so that user and assistant alternate",
+    _system_as_user: "system messages became the user's",
+    _apart: "texts beside calls became messages of their own",
+}
+_ARRANGEMENTS = (
+    (),
+    (_system_first,),
+    (_system_first, _alternating),
+    (_system_as_user, _alternating),
+    (_apart,),
+    (_system_as_user, _alternating, _apart),
+)
 
-    White space at the end is that of the message where the template keeps it.
-    """
+
+def _up_to_tag(text: str, final: str) -> str:
+    """Return a rendered conversation up to the tag behind its last message. White space at the end
+    is that of the message where the template keeps it."""
     at = text.rfind(_CONTINUED.strip())
     if at < 0 or final.strip() not in text:
         raise TemplateRefusal(
@@ -331,352 +457,57 @@ def _up_to_tag(text: str, final: str) -> str:
     return text[:at] if text.startswith(_CONTINUED, at) else text[:at].rstrip()
 
 
-@dataclass(frozen=True)
-class _Form:
-    """How messages with calls are given to a template."""
-
-    absent: _Absent = "missing"
-    arguments_are_text: bool = False
-    names_in_ids: bool = False
-    """Whether a call is told by its id alone, as for Kimi: `functions.NAME:INDEX`."""
-
-    def of(self, messages: Iterable[Message], *, empty: bool = False) -> list[Message]:
-        """The messages in this form. `empty`: an empty content beside calls is an absent one."""
-        if self.names_in_ids:
-            messages = _with_names_in_ids(messages)
-        return [self._message(message, empty) for message in messages]
-
-    def _message(self, message: Message, empty: bool) -> Message:
-        message = dict(message)
-        if "content" not in message or (empty and calls_of(message) and not message["content"]):
-            message.pop("content", None)
-            if self.absent != "missing":
-                message["content"] = None if self.absent == "none" else ""
-        if calls_of(message):
-            message["tool_calls"] = [
-                {**call, "function": self._function(call["function"])} for call in calls_of(message)
-            ]
-        return message
-
-    def _function(self, function: Mapping[str, Any]) -> Message:
-        arguments = function.get("arguments")
-        if self.arguments_are_text:
-            arguments = arguments if isinstance(arguments, str) else as_json(arguments)
-        elif isinstance(arguments, str):
-            arguments = _object(arguments)
-        return {**function, "arguments": arguments}
+def _rendered(template: Template, values: Mapping[str, Any]) -> str:
+    """Return a prompt. Raises TemplateRefusal if the template does not make one."""
+    pieces, size = [], 0
+    try:
+        for piece in template.generate(values):
+            size += len(piece)
+            if size > _MAX_OUTPUT:
+                raise TemplateRefusal(f"its text is longer than {_MAX_OUTPUT} characters")
+            pieces.append(piece)
+    except Exception as error:  # a template may raise anything
+        refused = f"{error}" or type(error).__name__
+        raise TemplateRefusal(f"the chat template refuses these messages: {refused}") from None
+    return "".join(pieces)
 
 
-_FORMS = [_Form(absent, text) for absent, text in product(_ABSENT, (False, True))]
-
-
-class ChatTemplate:
-    """A compiled template of a model, and what it can show."""
-
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        self._special_tokens = special_tokens
-        self._parts: dict[str, bool] = {}
-        try:
-            self._template = _environment().from_string(source)
-        except (TemplateError, RecursionError) as error:
-            raise TemplateRefusal(f"the chat template cannot be read: {error}") from None
-
-    def render(self, messages: Sequence[Message], values: Mapping[str, Any]) -> str:
-        """A prompt. Raises `TemplateRefusal`."""
-        everything = {"tools": None, "documents": None, **self._special_tokens, **values}
-        pieces, size = [], 0
-        try:
-            for piece in self._template.generate({**everything, "messages": messages}):
-                size += len(piece)
-                if size > _MAX_OUTPUT:
-                    raise TemplateRefusal(f"its text is longer than {_MAX_OUTPUT} characters")
-                pieces.append(piece)
-        except Exception as error:  # a template may raise anything
-            refused = f"{error}" or type(error).__name__
-            raise TemplateRefusal(f"the chat template refuses these messages: {refused}") from None
-        return "".join(pieces)
-
-    def show(
-        self, messages: Sequence[Message], tools: Sequence[Tool], values: Mapping[str, Any]
-    ) -> str:
-        """The prompt of a conversation with its tools, its calls and their results.
-
-        What a template cannot show becomes text in the form of the Hermes models. Raises
-        `TemplateRefusal`: the template refuses the conversation, or shows a part of it in no form.
-        """
-        messages = [{**m, "content": self._content(m)} if "content" in m else m for m in messages]
-        has_calls = any(calls_of(message) or message["role"] == "tool" for message in messages)
-        names = [function_of(tool).get("name", "") for tool in tools]
-        way = self._way if tools else "tools"
-        form = self._form if has_calls else _Form()
-        if form is None:
-            as_text = _calls_as_text(messages)
-            attempts = [as_text, _merged(as_text)]
-        else:
-            attempts = _attempts(messages, form, has_calls)
-        text = None
-        try:
-            text = self._first(
-                [self._with_tools(each, tools, way) for each in attempts], names, values
-            )
-        except TemplateRefusal:
-            if way != "text" and form is not None:  # it knows tools and calls, and has reasons
-                raise
-            form = None
-        if text is None and form is not None:
-            single = form.of(_one_call_each(messages))
-            text = self._first([self._with_tools(single, tools, way)], names, values)
-        if text is None:
-            as_text = _calls_as_text(messages)
-            others = [self._with_tools(as_text, tools, way)] if form is not None else []
-            others.append(self._with_tools(as_text, tools, "text"))
-            if tools:  # a later system message may have replaced the first
-                others.append((self._before_user(as_text, _tools_as_text(tools)), {}))
-            text = self._first(others, names, values)
-        if text is None:
-            raise TemplateRefusal("the chat template leaves out tools or calls of functions")
-        return text
-
-    def _first(
-        self,
-        attempts: Sequence[tuple[Sequence[Message], Mapping[str, Any]]],
-        names: Sequence[str],
-        values: Mapping[str, Any],
-    ) -> str | None:
-        """The prompt of the first messages and variables that has all names of tools and all calls;
-        None: none has. Raises `TemplateRefusal`: all are refused."""
-        refusals = []
-        for messages, given in attempts:
-            try:
-                text = self.render(messages, {**values, **given})
-            except TemplateRefusal as refusal:
-                refusals.append(refusal)
-                continue
-            named = all(name in text or as_json(name)[1:-1] in text for name in names)
-            if named and self._shows_calls(messages, {**values, **given}):
-                return text
-        if len(refusals) == len(attempts):
-            raise refusals[0]
-        return None
-
-    def _shows_calls(self, messages: Sequence[Message], values: Mapping[str, Any]) -> bool:
-        """Whether the prompt has every call: a word in place of its name, or in its arguments, or
-        its id. The name itself may be elsewhere, as may the id in a result, which gets another."""
-        wanted: list[tuple[str, str]] = []
-        marked = []
-        for message in messages:
-            calls = []
-            for call in calls_of(message):
-                word = f"{_WANTED}{len(wanted)}z"
-                wanted.append((word, call.get("id") or word))
-                function = {**call["function"], "name": word}
-                if isinstance(function.get("arguments"), dict):
-                    function["arguments"] = {**function["arguments"], word: word}
-                calls.append({**call, "function": function})
-            if calls:
-                message = {**message, "tool_calls": calls}
-            elif isinstance(message.get("tool_call_id"), str):
-                message = {**message, "tool_call_id": message["tool_call_id"][::-1]}
-            marked.append(message)
-        text = self._probe(marked, **values) if wanted else None
-        return text is None or all(word in text or id in text for word, id in wanted)
-
-    def _with_tools(
-        self, messages: list[Message], tools: Sequence[Tool], way: _Way
-    ) -> tuple[list[Message], dict[str, Any]]:
-        if not tools:
-            return messages, {"tools": self._no_tools}
-        if way == "tools":
-            return messages, {"tools": list(tools)}
-        functions = [function_of(tool) for tool in tools]
-        if way == "xml_tools":
-            return messages, {"xml_tools": functions}
-        if way == "system":
-            first: Message = {"role": "system", "content": ""}
-            if messages and messages[0]["role"] == "system":
-                first, messages = messages[0], messages[1:]
-            return [{**first, "tools": as_json(functions)}, *messages], {}
-        return self._with_text(messages, _tools_as_text(tools)), {}
-
-    def _with_text(self, messages: list[Message], text: str) -> list[Message]:
-        """The messages with a text in the system message, or before the first user's."""
-        if not self._takes_system:
-            return self._before_user(messages, text)
-        if not messages or messages[0]["role"] != "system":
-            return [{"role": "system", "content": self._content({"content": text})}, *messages]
-        old = text_of(messages[0].get("content"))
-        changed = {**messages[0], "content": self._content({"content": f"{old}\n\n{text}"})}
-        return [changed, *messages[1:]]
-
-    def _before_user(self, messages: list[Message], text: str) -> list[Message]:
-        """The messages with a text before the first user's."""
-        for index, message in enumerate(messages):
-            if message["role"] == "user":
-                old = text_of(message.get("content"))
-                changed = {**message, "content": self._content({"content": f"{text}\n\n{old}"})}
-                return [*messages[:index], changed, *messages[index + 1 :]]
-        return [{"role": "user", "content": self._content({"content": text})}, *messages]
-
-    def _content(self, message: Message) -> Any:
-        """Content in a form that the template takes: text, or a list of parts."""
-        content = message["content"]
-        if isinstance(content, list) and not self._takes_parts(message.get("role", "user")):
-            return text_of(content)
-        if isinstance(content, str) and not self._takes_text and self._takes_parts("user"):
-            return [{"type": "text", "text": content}]
-        return content
-
-    # What a template can show. Each is found by rendering a conversation of words that no template
-    # has by itself.
-
-    @cached_property
-    def _takes_text(self) -> bool:
-        text = self._probe([{"role": "user", "content": _ASKED}])
-        return text is None or _ASKED in text
-
-    def _takes_parts(self, role: str) -> bool:
-        """Whether it shows all texts of a list. Some templates do so for the user's messages alone,
-        and some show the first text."""
-        if role not in self._parts:
-            part = {"type": "text", "text": _RESULT}
-            second = {"type": "text", "text": _SYSTEM}
-            message: Message = {"role": role, "content": [part, second]}
-            asked: Message = {"role": "user", "content": _ASKED}
-            called: Message = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
-            turns: dict[str, list[Message]] = {
-                "user": [message],
-                "assistant": [asked, message],
-                "tool": [
-                    asked,
-                    called,
-                    {**message, "tool_call_id": _CALL["id"], "name": _OFFERED},
-                ],
-            }
-            text = self._probe(turns.get(role, [message, asked])) or ""
-            printed = (repr(part), as_json(part), as_json(_RESULT), repr(_RESULT))
-            shown = (
-                _RESULT in text and _SYSTEM in text and not any(each in text for each in printed)
-            )
-            self._parts[role] = shown or (not self._takes_text and role != "user")
-        return self._parts[role]
-
-    @cached_property
-    def _no_tools(self) -> list[Tool] | None:
-        """No tools, as transformers says it, or as a template that goes through them takes it."""
-        refused = self._probe([self._question()], tools=None) is None
-        return [] if refused and self._probe([self._question()], tools=[]) is not None else None
-
-    @cached_property
-    def _takes_system(self) -> bool:
-        system = {"role": "system", "content": self._content({"content": _SYSTEM})}
-        text = self._probe([system, self._question()])
-        return text is not None and _SYSTEM in text and _ASKED in text
-
-    @cached_property
-    def _way(self) -> _Way:
-        ways: list[_Way] = ["tools", "xml_tools", "system"]
-        texts = {}
-        for way in ways:
-            messages, given = self._with_tools([self._question()], [_TOOL], way)
-            texts[way] = self._probe(messages, **given)
-        found = [way for way in ways if _OFFERED in (texts[way] or "")]
-        # A template that refuses tools says so itself.
-        return found[0] if found else "tools" if texts["tools"] is None else "text"
-
-    @cached_property
-    def _form(self) -> _Form | None:
-        """The form in which calls and their results are shown; None: in no form."""
-        result = {"role": "tool", "tool_call_id": _CALL["id"], "name": _OFFERED}
-        result["content"] = self._content({"content": _RESULT})
-        messages = [self._question(), {"role": "assistant", "tool_calls": [_CALL]}, result]
-        takes_tools = self._probe(messages[:1], tools=[_TOOL]) is not None
-        tools = [_TOOL] if takes_tools else []
-        shows_ids = _CALL["id"] in (self._probe(messages[:2], tools=tools or None) or "")
-        printed = repr(_object(_ARGUMENTS)), as_json(_ARGUMENTS)
-        found = []
-        for form in _FORMS:
-            shown, given = self._with_tools(form.of(messages), tools, self._way)
-            text = self._probe(shown, **given) or ""
-            if (_WANTED in text or _ARGUMENT in text or shows_ids) and _RESULT in text:
-                # As Python's dictionary, or as JSON in JSON, arguments are not shown.
-                good = _ARGUMENT in text and not any(each in text for each in printed)
-                ids = good and shows_ids and _WANTED not in text
-                found.append((not good, replace(form, names_in_ids=ids)))
-        return min(found, key=lambda each: each[0])[1] if found else None
-
-    def _question(self) -> Message:
-        return {"role": "user", "content": self._content({"content": _ASKED})}
-
-    def _probe(self, messages: Sequence[Message], **values: Any) -> str | None:
-        """The prompt; None: the template refuses."""
-        try:
-            return self.render(messages, {"add_generation_prompt": True, **values})
-        except TemplateRefusal:
-            return None
-
-
-_known = lru_cache(maxsize=16)(lambda source, tokens: ChatTemplate(source, dict(tokens)))
-
-
-def _attempts(messages: list[Message], form: _Form, has_calls: bool) -> list[list[Message]]:
-    """Messages in the forms that a template may take, the likeliest first."""
-    if not has_calls and all("content" in message for message in messages):
-        return [messages]
-    others = [replace(each, names_in_ids=form.names_in_ids) for each in _FORMS]
-    forms = sorted(others, key=lambda each: each != form)
-    return [each.of(messages) for each in forms] + [form.of(messages, empty=True)]
-
-
-def _with_names_in_ids(messages: Iterable[Message]) -> list[Message]:
-    """Messages whose calls have the ids of Kimi's models."""
-    ids: dict[str, str] = {}
-    found = []
-    for message in messages:
-        if calls := calls_of(message):
-            for call in calls:
-                ids[call.get("id", "")] = f"functions.{call['function']['name']}:{len(ids)}"
-            renamed = [{**call, "id": ids[call.get("id", "")]} for call in calls]
-            message = {**message, "tool_calls": renamed}
-        elif message.get("tool_call_id") in ids:
-            message = {**message, "tool_call_id": ids[message["tool_call_id"]]}
-        found.append(message)
-    return found
+@lru_cache(maxsize=16)
+def _compiled(source: str) -> Template:
+    try:
+        return _environment().from_string(source)
+    except (TemplateError, RecursionError) as error:
+        raise TemplateRefusal(f"the chat template cannot be read: {error}") from None
 
 
 def _one_call_each(messages: Sequence[Message]) -> list[Message]:
-    """Messages of one call each, with its result behind it, for templates that show only one."""
+    """Return messages of one call each, with its result behind it."""
     results = {m.get("tool_call_id"): m for m in messages if m["role"] == "tool"}
-    found, moved = [], []
+    single, moved = [], []
     for message in messages:
         calls = calls_of(message)
         for index, call in enumerate(calls):
             first = message if index == 0 else {"role": message["role"]}
-            found.append({**first, "tool_calls": [call]})
+            single.append({**first, "tool_calls": [call]})
             if call.get("id") in results:
-                found.append(results[call["id"]])
+                single.append(results[call["id"]])
                 moved.append(results[call["id"]])
         if not calls and not any(message is each for each in moved):
-            found.append(message)
-    return found
-
-
-def _tools_as_text(tools: Sequence[Tool]) -> str:
-    return _HERMES_TOOLS.format(tools="\n".join(json.dumps(tool) for tool in tools))
+            single.append(message)
+    return single
 
 
 def function_of(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The function of a tool in the form of OpenAI's API, or one without it."""
+    """Return the function of a tool, or the tool itself, which some clients send without type."""
     function = tool.get("function")
     return function if isinstance(function, Mapping) else tool
 
 
 def calls_of(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Calls of functions in a message."""
     return message.get("tool_calls") or ()
 
 
 def text_of(content: Any) -> str:
-    """All text of a message's content."""
     if isinstance(content, list):
         return "\n".join(str(part.get("text") or part.get("refusal") or "") for part in content)
     return content or ""
@@ -686,8 +517,14 @@ def as_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _object(arguments: str) -> Any:
-    """The object that is written in a text; any other text as it is."""
+def _as_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else as_json(arguments)
+
+
+def _object(arguments: Any) -> Any:
+    """Return the object that is written in a text; anything else as it is."""
+    if not isinstance(arguments, str):
+        return arguments
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -696,9 +533,10 @@ def _object(arguments: str) -> Any:
 
 
 def _calls_as_text(messages: Sequence[Message]) -> list[Message]:
-    """Messages with calls and results as text. Results have the role "user"."""
+    """Return messages with calls and results as text in the form of the Hermes models. Results have
+    the role "user"."""
     plain: list[Message] = []
-    for message in _Form().of(messages):
+    for message in map(dict, messages):
         calls = calls_of(message)
         message.pop("tool_calls", None)
         if message["role"] == "tool":
