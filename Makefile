@@ -22,6 +22,7 @@ setup: .make/setup
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch \
 	    $(TORCH_INDEX:%=--extra-index-url %)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python -m paceline.kernels
 	@mkdir -p .make && touch $@
 
 demo: setup
@@ -45,10 +46,10 @@ families: setup
 test-slow: setup
 	$(BIN)/python -m pytest -m slow --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-# The decoder, and tests of equal tokens, as on processors with fewer instructions than this one and
-# without compiled kernels. Kernels by themselves are tested at every level by the other tests.
+# The decoder, and tests of equal tokens, as on processors with fewer instructions than this one.
+# Kernels by themselves are tested at every level by the other tests.
 LEVELS = $(shell $(BIN)/python -c "from paceline.kernels import _compile; \
-	print(*_compile.levels_here()[1:], 'none')")
+	print(*_compile.levels_here()[1:])")
 levels: setup
 	set -e; for level in $(LEVELS); do \
 	    PACELINE_CPU_LEVEL=$$level $(BIN)/python -m pytest --numprocesses 2 --dist loadfile \

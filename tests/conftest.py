@@ -25,6 +25,14 @@ settings.register_profile("paceline", deadline=None, suppress_health_check=[Heal
 settings.load_profile("paceline")
 
 
+def pytest_collection_finish() -> None:
+    """What only GPUs have, such as KV in pages, runs by the reference kernels on the CPU."""
+    if "paceline.kernels" in sys.modules:
+        from paceline.bench import reference
+
+        reference.register()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Load the runtimes of sanitizers (`make sanitize`) into the processes that run tests alone.
 
@@ -41,13 +49,3 @@ def short_folder() -> Iterator[Path]:
     """A folder whose path is short enough for unix sockets."""
     with tempfile.TemporaryDirectory(prefix="pl") as folder:
         yield Path(folder)
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip tests of equal bits where torch operations, which promise none, replace the kernels."""
-    if item.get_closest_marker("bits") is not None:
-        from paceline.kernels import cpu_kernels
-
-        kernels = cpu_kernels()
-        if kernels.library is None:
-            pytest.skip(f"equal bits are promised by compiled kernels alone: {kernels.origin}")

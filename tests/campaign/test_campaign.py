@@ -39,7 +39,6 @@ def few_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_texts, "PARTS", 40)
 
 
-@pytest.mark.bits
 def test_texts_have_the_same_bits(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     campaign.work(SEED, range(2), folder)
     found = lines_of(capfd.readouterr().out)
@@ -48,7 +47,6 @@ def test_texts_have_the_same_bits(folder: Path, capfd: pytest.CaptureFixture[str
     assert not any(line["differences"] for line in found)
 
 
-@pytest.mark.bits
 def test_a_row_of_a_tree_with_other_bits_is_found(
     folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,11 +19,11 @@ from paceline.cli.doctor import examine
 from paceline.kernels import cpu_kernels
 
 
-def doctor(*words: str, level: str = "") -> str:
+def doctor(*words: str, level: str = "", **variables: str) -> str:
     environment = {name: value for name, value in os.environ.items() if "MAX_CPU_ISA" not in name}
     done = subprocess.run(
         [sys.executable, "-m", "paceline.cli.main", "doctor", *words],
-        env=environment | {"PACELINE_CPU_LEVEL": level},
+        env=environment | {"PACELINE_CPU_LEVEL": level} | variables,
         capture_output=True,
         text=True,
     )
@@ -49,27 +50,27 @@ def test_a_gpu_and_its_backend_of_attention(monkeypatch: pytest.MonkeyPatch) -> 
     gpu = SimpleNamespace(name="NVIDIA H100", total_memory=80 << 30, major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
-    monkeypatch.setenv("PACELINE_ATTENTION", "dense")
+    monkeypatch.setenv("PACELINE_ATTENTION", "triton")
     (found,) = examine()["gpus"]
-    assert (found["compute_capability"], found["attention"]) == ("9.0", "dense")
+    assert (found["compute_capability"], found["attention"]) == ("9.0", "triton")
     monkeypatch.setenv("PACELINE_ATTENTION", "fastest")
     assert "PACELINE_ATTENTION is 'fastest', expected" in examine()["gpus"][0]["attention"]
 
 
-@pytest.mark.bits
 def test_compiled_kernels_are_named() -> None:
     found = facts(cpu_kernels().level)
     assert found["kernels"]["level"] == cpu_kernels().level
     assert found["kernels"]["error"] == ""
-    assert "no compiled CPU kernels" not in str(found["notes"])
+    assert "no service starts" not in str(found["notes"])
 
 
-def test_missing_kernels_are_noted() -> None:
-    found = facts("none")
-    assert found["kernels"]["level"] == "none"
-    assert found["settings"]["PACELINE_CPU_LEVEL"] == "none"
-    assert any("slower" in note and "install gcc" in note for note in found["notes"])
-    assert "no compiled CPU kernels" in doctor(level="none")
+def test_missing_kernels_are_noted(tmp_path: Path) -> None:
+    without = {"CC": "/nonexistent", "XDG_CACHE_HOME": str(tmp_path)}
+    found = json.loads(doctor("--json", **without))
+    assert found["kernels"]["level"] == ""
+    (note,) = (note for note in found["notes"] if "no service starts" in note)
+    assert "Install gcc" in note
+    assert "wheel" in note
 
 
 def test_an_unsupported_level_is_a_note() -> None:

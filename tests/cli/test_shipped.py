@@ -12,16 +12,14 @@ from gguf_files import Kind, write_gguf
 from paceline.cli import shipped
 from paceline.drafter.methods.checkpoint import TargetRef
 from paceline.drafter.methods.dspark import DSparkConfig, DSparkModel, save_dspark
-from paceline.kernels import cpu_kernels
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 
 
 def test_drafters_are_found_by_the_weights_of_their_target(target: Path, tmp_path: Path) -> None:
     ours = DEMO / "target"
-    native = cpu_kernels().library is not None
     lookup = "lookup=true"
-    int8, int4 = (",weights=int8", ",weights=int4") if native else ("", "")
+    int8, int4 = ",weights=int8", ",weights=int4"
     levels, tree = "widths=8,8,max_nodes=10", "widths=3,2,1,max_nodes=6"
     assert shipped.drafters_for(ours) == [
         f"longspec=longspec:{DEMO / 'longspec'},{lookup},{levels}{int8},target={ours}",
@@ -47,7 +45,6 @@ def test_drafters_are_found_by_the_weights_of_their_target(target: Path, tmp_pat
     assert shipped.drafters_for(target, "cuda:0") == ["ngram=ngram"], "no second copy on a GPU"
 
 
-@pytest.mark.skipif(cpu_kernels().library is None, reason="selfspec needs native kernels to pay")
 def test_the_default_of_a_large_target_is_by_its_format(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -103,7 +100,6 @@ def test_drafters_fit_every_format_of_their_target(
         ]
 
 
-@pytest.mark.skipif(cpu_kernels().library is None, reason="without them the order is another one")
 def test_a_large_gguf_file_in_blocks_has_a_default(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,7 +45,6 @@ def test_one_tensor_of_all_experts_loads_like_one_of_each(
     assert torch.equal(logits(tmp_path), logits(models[name]))
 
 
-@pytest.mark.bits
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_a_tree_in_blocks_has_the_bits_of_decoding(models: dict[str, Path], weights: str) -> None:
     decoder = Decoder.load(models["qwen3-moe"], weights)

@@ -23,11 +23,8 @@ from paceline.decoder import (
 from paceline.decoder.graphs import FIXED_SHAPES
 from paceline.decoder.invariance import ServedForward, served_slots, window_to_pass
 from paceline.decoder.weights import Linear
-from paceline.kernels import Executor, Pass, QueryBlock, attention, plan_trees
-from paceline.kernels._native import CpuKernels
+from paceline.kernels import Executor, Pass, QueryBlock, plan_trees
 from paceline.kernels.program import PassResult
-
-pytestmark = pytest.mark.bits
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -70,16 +67,6 @@ def test_the_self_check_notices_a_single_row_summed_another_way(
     assert not found.holds
     assert f"{down.in_features} to {down.out_features}" in found.reason
     assert "batch of 1 rows than" in found.reason
-
-
-def test_without_compiled_kernels_the_self_check_says_so(
-    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    none = CpuKernels("none", None, "there is no C compiler")
-    monkeypatch.setattr(attention, "cpu_kernels", lambda: none)
-    found = check_batch_invariance(load(models, "llama", torch.float32))
-    assert not found.holds
-    assert "there is no C compiler; install gcc" in found.reason
 
 
 WINDOW = 300

@@ -19,7 +19,6 @@ from paceline.kernels import (
     QueryBlock,
     SamplingParams,
     choose_token,
-    cpu_kernels,
     gumbel_noise_at,
     plan_trees,
     raw_logprobs,
@@ -29,8 +28,6 @@ TARGET = Path(__file__).parents[2] / "models" / "demo" / "target"
 PROMPT = [int(token) for token in (torch.arange(300) * 37 + 11) % 4000]
 TOKENS = 24
 DIGESTS = json.loads(Path(__file__).with_suffix(".json").read_text())
-
-pytestmark = pytest.mark.skipif(cpu_kernels().library is None, reason="no compiled kernels")
 
 
 def generate(decoder: Decoder, sampling: SamplingParams) -> str:

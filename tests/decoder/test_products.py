@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain_layers import keep_plain
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -27,7 +28,6 @@ from paceline.decoder.products import (
 )
 from paceline.decoder.weights import Linear
 from paceline.kernels import linear as linear_module
-from paceline.kernels._native import CpuKernels
 from paceline.kernels.linear import multiply_floats
 
 Library = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -36,8 +36,7 @@ Library = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 @pytest.fixture
 def layers(monkeypatch: pytest.MonkeyPatch) -> list[Linear]:
     """Two layers of one shape and one of another, multiplied as on a GPU."""
-    none = CpuKernels("none", None, "")
-    monkeypatch.setattr("paceline.decoder.weights.cpu_kernels", lambda: none)
+    keep_plain(monkeypatch)
     torch.manual_seed(0)
     return [Linear(torch.randn(outs, 32)) for outs in (48, 48, 16)]
 

@@ -152,7 +152,6 @@ def rotated(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
 
-@pytest.mark.bits
 @pytest.mark.usefixtures("rotated")
 @pytest.mark.parametrize("name", ["qwen3", "llama-bias", "llama"])
 def test_a_decoder_is_close_to_its_own_type(models: dict[str, Path], name: str) -> None:
@@ -174,7 +173,6 @@ def test_a_decoder_is_close_to_its_own_type(models: dict[str, Path], name: str) 
     assert torch.equal(decoder.embed(tokens), exact.embed(tokens)), "embeddings are not quantised"
 
 
-@pytest.mark.bits
 @pytest.mark.usefixtures("rotated")
 def test_a_linear_layer_gives_a_row_alone_the_bits_of_a_batch(models: dict[str, Path]) -> None:
     source = open_model(models["qwen3"])

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline.bench.reference import ReferenceKernels
 from paceline.decoder import Decoder
 from paceline.decoder.sampling import sampling_params
 from paceline.drafter.growth import beam
@@ -33,8 +34,7 @@ from paceline.drafter.methods.dspark.config import DSparkConfig
 from paceline.drafter.methods.dspark.heads import DSparkHeads
 from paceline.drafter.methods.layers import linear
 from paceline.drafter.methods.target_drafter import weight_bits
-from paceline.kernels import attention, send
-from paceline.kernels.dense import DenseBackend
+from paceline.kernels import devices, send
 from paceline.kernels.quantised import quantise
 from paceline.kernels.rotated import RotatedMatrix
 from paceline.tree import TokenTree
@@ -109,7 +109,7 @@ def target(folders: dict[str, Path]) -> Decoder:
 def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs the plain PyTorch backend on both devices, in this thread."""
     for kind in ("cpu", "other"):
-        monkeypatch.setitem(attention.LOADED, kind, DenseBackend())
+        monkeypatch.setitem(devices.LOADED, kind, ReferenceKernels())
     for module in ("lm", "target_drafter", "selfspec", "mtp.drafter"):
         monkeypatch.setattr(f"paceline.drafter.methods.{module}.load_model", _here)
 

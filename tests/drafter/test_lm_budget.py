@@ -86,7 +86,6 @@ def test_what_the_budget_leaves_out_is_dropped(folder: Path, policy: str) -> Non
     assert drafter.kv_slots == 0
 
 
-@pytest.mark.bits
 def test_a_budget_that_covers_the_text_changes_nothing(folder: Path) -> None:
     text = text_of(60)
     plain = warmed(load("lm", folder), text).draft(Budget(16, 4))

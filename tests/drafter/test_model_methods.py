@@ -17,7 +17,6 @@ from paceline.drafter.growth.native import NativeGrowth
 from paceline.drafter.growth.sequence import TreeGrowth
 from paceline.drafter.kv import KvGone
 from paceline.drafter.methods.base import Budget, DraftSequence, GenerationInfo, Update
-from paceline.kernels import cpu_kernels
 from paceline.kernels.draft import NativeDraft
 from paceline.tree import TokenTree
 
@@ -134,7 +133,6 @@ def test_trees_fit_their_budget(name: str, loaded: dict[str, Method], data: Any)
     check_equal(sequence.draft(budget), tree)
 
 
-@pytest.mark.skipif(cpu_kernels().library is None, reason="no compiled kernels")
 def test_rotations_reach_the_end_of_a_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,7 +193,6 @@ def drafted(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], M
     return loaded
 
 
-@pytest.mark.skipif(cpu_kernels().library is None, reason="no compiled kernels")
 @settings(max_examples=60)
 @given(data=st.data())
 def test_drafts_of_one_native_call_are_those_by_levels(
@@ -282,7 +279,6 @@ def test_data_beyond_the_text_is_not_read(name: str, loaded: dict[str, Method]) 
     assert len(tree) > 4
 
 
-@pytest.mark.bits
 @pytest.mark.parametrize("name", READERS)
 @pytest.mark.parametrize("gone", [0, 1])
 def test_a_released_cache_fails_its_own_sequence_only(

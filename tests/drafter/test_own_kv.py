@@ -44,7 +44,6 @@ def random_rounds(
         yield new, kept
 
 
-@pytest.mark.bits
 @pytest.mark.parametrize("widths", ["4,4,4,4", "1,1,1", "1,3,3", "8"])
 def test_the_kv_stays_that_of_the_text(tmp_path: Path, widths: str) -> None:
     """Bit by bit, with the real decoder."""
@@ -97,7 +96,6 @@ def endless_kv(drafter: Any, committed: int = 0) -> FakeKv:
     return FakeKv(few.keys.expand(shape), few.values.expand(shape), committed)
 
 
-@pytest.mark.bits
 @pytest.mark.parametrize("window", [3, 64, 300])
 def test_after_many_rounds_the_window_is_that_of_the_text(
     target: Path, tmp_path: Path, window: int

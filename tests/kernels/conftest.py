@@ -5,19 +5,22 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 
-from paceline.kernels import AttentionBackend, attention
-from paceline.kernels.dense import DenseBackend
+from paceline.bench.reference import ReferenceKernels
+from paceline.kernels import DeviceKernels, devices
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from kernel_cases import BACKENDS, LEVELS, ProgramBackend, compiled
 
+Attends = ProgramBackend | ReferenceKernels
+
 
 @pytest.fixture(params=BACKENDS, ids="-".join, scope="module")
-def native_backend(request: pytest.FixtureRequest) -> Iterator[AttentionBackend]:
+def native_backend(request: pytest.FixtureRequest) -> Iterator[Attends]:
     """The compiled attention of each level, in its turn the one that ``tree_attention`` uses.
 
     Numerics of some processors are those of the fastest level: instructions of the processor, or
@@ -27,19 +30,19 @@ def native_backend(request: pytest.FixtureRequest) -> Iterator[AttentionBackend]
     yield from _serving(ProgramBackend(compiled(level), numerics))
 
 
-@pytest.fixture(params=[*LEVELS, "none"], scope="module")
-def cpu_backend(request: pytest.FixtureRequest) -> Iterator[AttentionBackend]:
-    """Every backend of the CPU, the plain PyTorch one included."""
-    if request.param == "none":
-        yield from _serving(DenseBackend())
+@pytest.fixture(params=[*LEVELS, "reference"], scope="module")
+def cpu_backend(request: pytest.FixtureRequest) -> Iterator[Attends]:
+    """The compiled attention of every level, and the reference."""
+    if request.param == "reference":
+        yield from _serving(ReferenceKernels())
     else:
         yield from _serving(ProgramBackend(compiled(request.param)))
 
 
-def _serving(backend: AttentionBackend) -> Iterator[AttentionBackend]:
-    before = attention.LOADED.get("cpu")
-    attention.LOADED["cpu"] = backend
+def _serving(backend: Attends) -> Iterator[Attends]:
+    before = devices.LOADED.get("cpu")
+    devices.LOADED["cpu"] = cast("DeviceKernels", backend)
     yield backend
-    attention.LOADED.pop("cpu")
+    devices.LOADED.pop("cpu")
     if before is not None:
-        attention.LOADED["cpu"] = before
+        devices.LOADED["cpu"] = before

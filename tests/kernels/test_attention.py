@@ -27,15 +27,15 @@ from paceline.kernels import Probe, QueryBlock, plan_trees, tree_attention
 pytestmark = pytest.mark.usefixtures("cpu_backend")
 
 
-@pytest.mark.parametrize("cpu_backend", ["generic", "none"], indirect=True)
+@pytest.mark.parametrize("cpu_backend", ["generic", "reference"], indirect=True)
 @settings(max_examples=40)
 @given(case=cases(max_nodes=40))
 def test_any_tree_agrees_with_the_reference(case: Case) -> None:
-    """Plain C, whose bits all levels have (test_levels.py), and plain PyTorch."""
+    """Plain C, whose bits all levels have (test_levels.py), and the reference."""
     torch.testing.assert_close(case.run().double(), case.expected()[0], atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("cpu_backend", ["none"], indirect=True)
+@pytest.mark.parametrize("cpu_backend", ["reference"], indirect=True)
 @pytest.mark.parametrize("numerics", OWN_NUMERICS)
 @settings(max_examples=15)
 @given(case=cases(max_nodes=40, dtypes=[torch.bfloat16]))

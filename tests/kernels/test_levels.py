@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from kernel_cases import LEVELS, OWN_NUMERICS, Case, ProgramBackend, ProgramRows, cases, compiled
 from torch import Tensor
 
+from paceline.bench.reference import ReferenceKernels
 from paceline.kernels import Norm, QueryBlock, plan_trees
 from paceline.kernels.caches import row_width
-from paceline.kernels.dense import DenseBackend
 
 FAST = [level for level in LEVELS if level != "generic"]
 pytestmark = pytest.mark.skipif(not FAST, reason="this processor has no level but plain C")
@@ -37,11 +37,11 @@ def test_attention_has_the_bits_of_plain_c(level: str, case: Case) -> None:
     assert torch.equal(attention_at(level, case), attention_at("generic", case))
     capped = attention_at(level, case, cap=1.5)
     assert torch.equal(capped, attention_at("generic", case, cap=1.5))
-    torch.testing.assert_close(capped, case.run_by(DenseBackend(), 1.5), rtol=0, atol=2e-2)
+    torch.testing.assert_close(capped, case.run_by(ReferenceKernels(), 1.5), rtol=0, atol=2e-2)
     sinks = torch.linspace(-3, 9, case.q.shape[1])
     found = attention_at(level, case, sinks=sinks)
     assert torch.equal(found, attention_at("generic", case, sinks=sinks))
-    expected = case.run_by(DenseBackend(), sinks=sinks)
+    expected = case.run_by(ReferenceKernels(), sinks=sinks)
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-2)
 
 

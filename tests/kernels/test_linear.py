@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kernel_cases import LEVELS, ProgramRows, compiled
 from torch import Tensor
 
+from paceline.bench.reference import ReferenceKernels
 from paceline.kernels import choose_numerics, cpu_kernels
 from paceline.kernels.linear import (
     FORMATS,
@@ -19,7 +20,6 @@ from paceline.kernels.linear import (
     multiply,
     multiply_floats,
     multiply_natively,
-    multiply_quantised,
     pack,
     pack_quantised,
     pack_rotated,
@@ -31,7 +31,6 @@ from paceline.kernels.rotated import (
     SIZE,
     RotatedMatrix,
     block_size,
-    quantise_rows_in_torch,
     quantise_rows_natively,
 )
 
@@ -154,19 +153,18 @@ def test_bfloat16_in_tiles_rounds_activations_and_nothing_else(
     assert torch.equal(multiplied_in_tiles(FASTEST, x[before:].clone(), packed), found[before:])
 
 
-@settings(max_examples=40)
-@given(packed=matrices(), rows=st.integers(1, 40), seed=st.integers(0, 1000))
-def test_torch_has_the_same_bits_in_quantised_formats(
-    packed: PackedMatrix, rows: int, seed: int
+@settings(max_examples=30)
+@given(
+    outs=st.integers(1, 70), eighths=st.integers(1, 30), rows=st.integers(1, 40),
+    most=st.sampled_from([1, SIZE, DOWN_SIZE]), seed=st.integers(0, 1000),
+)  # fmt: skip
+def test_rotated_products_have_the_bits_of_the_definition(
+    outs: int, eighths: int, rows: int, most: int, seed: int
 ) -> None:
-    x, weight = random((rows, packed.ins), seed), packed.unpacked
-    if isinstance(weight, QuantisedMatrix):
-        assert torch.equal(multiply_quantised(x, weight, packed.bias), in_plain_c(x, packed))
-    elif isinstance(weight, RotatedMatrix):
-        assert torch.equal(weight.multiply(x, packed.bias), in_plain_c(x, packed))
-    else:
-        found = multiply_floats(x, weight, packed.bias)
-        torch.testing.assert_close(found, in_plain_c(x, packed), rtol=1e-4, atol=1e-4)
+    packed = rotated(outs, 8 * eighths, most, seed, random((outs,), seed + 1))
+    weight, x = packed.unpacked, random((rows, packed.ins), seed)
+    assert isinstance(weight, RotatedMatrix)
+    assert torch.equal(weight.multiply(x, packed.bias), in_plain_c(x, packed))
 
 
 @settings(max_examples=40)
@@ -226,7 +224,7 @@ def test_rows_are_quantised_as_torch_does(
     x = torch.ldexp(random((rows, ins), seed), torch.tensor(exponent))
     x[rows // 2, ins // 2] = (1.0, float("nan"), float("inf"), 0.0)[seed % 4]
     values, scale = quantise_rows_natively(compiled(level), x, size)
-    expected = quantise_rows_in_torch(x, size)
+    expected = ReferenceKernels().quantise_rows(x, size)
     assert torch.equal(values, expected[0])
     torch.testing.assert_close(scale, expected[1], rtol=0, atol=0, equal_nan=True)
 

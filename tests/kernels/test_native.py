@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 import platform
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,28 +16,12 @@ from pathlib import Path
 import pytest
 import torch
 from imports import packages_after
-from kernel_cases import make_case
 
-from paceline.kernels import (
-    LayerTable,
-    _compile,
-    _native,
-    attention,
-    backend_for,
-    raw_logprobs,
-)
+from paceline.kernels import KernelsError, LayerTable, _compile, _native, raw_logprobs
 from paceline.kernels.linear import multiply, pack
-from paceline.kernels.rows import TorchRows, row_kernels
 
 needs_compiler = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
 x86_only = pytest.mark.skipif(platform.machine() != "x86_64", reason="compiled ahead for x86-64")
-
-
-@needs_compiler
-def test_with_a_compiler_there_are_kernels() -> None:
-    """Other tests skip without them, so a source that does not compile would go unnoticed."""
-    kernels = _native.cpu_kernels()
-    assert os.environ.get(_native.VARIABLE) == "none" or kernels.library is not None, kernels.origin
 
 
 @pytest.fixture
@@ -45,7 +30,6 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(_native.VARIABLE, raising=False)
     monkeypatch.setattr(_compile, "PREBUILT", tmp_path / "prebuilt")
-    monkeypatch.setattr(attention, "LOADED", {})
     _native.cpu_kernels.cache_clear()
     yield tmp_path
     _native.cpu_kernels.cache_clear()
@@ -66,16 +50,23 @@ def test_it_is_compiled_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert {path: path.stat().st_mtime_ns for path in fresh.rglob("*")} == before
 
 
-@pytest.mark.usefixtures("fresh")
-def test_without_a_compiler_torch_does_it(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "broken"])
+def test_without_a_compiler_the_error_names_both_ways_out(
+    compiler: str, fresh: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("CC", "no-such-compiler")
-    with caplog.at_level(logging.WARNING):
-        assert _native.cpu_kernels().level == "none"
-    assert "install gcc" in caplog.text
-    assert backend_for("cpu").name == "dense"
-    assert isinstance(row_kernels("cpu"), TorchRows)
+    broken = fresh / "broken"
+    broken.write_text("#!/bin/sh\necho this compiler is broken >&2\nexit 1\n")
+    broken.chmod(0o700)
+    monkeypatch.setenv("CC", str(fresh / compiler))
+    reasons = {"no-such-compiler": "there is no C compiler", "broken": "this compiler is broken"}
+    with pytest.raises(KernelsError, match=f"(?s){reasons[compiler]}.*[Ii]nstall gcc.*CC.*a wheel"):
+        _native.library()
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline.kernels"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert reasons[compiler] in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_sources_are_compiled_side_by_side(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -99,30 +90,17 @@ def test_sources_are_compiled_side_by_side(monkeypatch: pytest.MonkeyPatch, tmp_
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.usefixtures("fresh")
-@pytest.mark.parametrize("level", [*_compile.levels_here(), "none"])
+@pytest.mark.parametrize("level", _compile.levels_here())
 def test_the_level_can_be_chosen(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(_native.VARIABLE, level)
     assert _native.cpu_kernels().level == level
-    assert (_native.library() is None) == (level == "none")
 
 
 @pytest.mark.usefixtures("fresh")
 def test_an_unknown_level_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(_native.VARIABLE, "avx9")
-    with pytest.raises(RuntimeError, match="PACELINE_CPU_LEVEL is 'avx9', expected one of"):
+    with pytest.raises(KernelsError, match="PACELINE_CPU_LEVEL is 'avx9', expected one of"):
         _native.library()
-
-
-def test_a_compiler_that_fails_is_reported(
-    fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    broken = fresh / "cc"
-    broken.write_text("#!/bin/sh\necho this compiler is broken >&2\nexit 1\n")
-    broken.chmod(0o700)
-    monkeypatch.setenv("CC", str(broken))
-    with caplog.at_level(logging.WARNING):
-        assert _native.library() is None
-    assert "this compiler is broken" in caplog.text
 
 
 def test_a_home_that_cannot_be_written_is_no_obstacle(
@@ -150,8 +128,8 @@ def test_a_level_that_differs_from_plain_c_is_not_used(
     (sources / "linear_blocks.h").write_text(wrong)
     monkeypatch.setattr(_compile, "_SOURCES", sources)
     monkeypatch.setenv(_native.VARIABLE, broken)
-    with caplog.at_level(logging.WARNING):
-        assert _native.cpu_kernels().level == "none"
+    with pytest.raises(KernelsError, match="every level differ from plain C"):
+        _native.cpu_kernels()
     assert f"level {broken} are not used: 8-bit blocks differs from plain C" in caplog.text
 
 
@@ -185,13 +163,6 @@ def test_the_build_imports_no_torch() -> None:
     assert "torch" not in found
 
 
-@pytest.mark.parametrize("heads", [(6, 2, 24), (4, 1, 8)])
-def test_head_sizes_without_whole_vectors_run_on_torch(heads: tuple[int, int, int]) -> None:
-    case = make_case(0, 300, (-1, 0, 0, 1), heads)
-    torch.testing.assert_close(case.run()[3], case.run_alone(3)[0])
-
-
-@pytest.mark.skipif(_native.library() is None, reason="no compiled kernels")
 def test_a_tensor_of_another_device_is_refused_by_its_name() -> None:
     """C would take its address for one in main memory."""
     elsewhere = torch.empty(64, 64, device="meta")

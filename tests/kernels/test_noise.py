@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.kernels import gumbel_noise_at
-from paceline.kernels._native import library
-from paceline.kernels.noise import _slow_gumbel, _slow_mantissas, philox
+from paceline.kernels.noise import philox
 
 # Known answers of philox4x32-10 from the Random123 distribution: counter, key, output.
 KNOWN = [
@@ -48,34 +47,17 @@ def spelled_out(seed: int, position: int, token: int) -> float:
     return float(np.float32(-math.log(-math.log(u))))
 
 
-@settings(max_examples=50)
-@given(
-    seed=st.integers(0, 2**64 - 1),
-    position=st.integers(0, 2**40),
-    vocab=st.integers(1, 40),
-)
-def test_noise_follows_the_documented_layout(seed: int, position: int, vocab: int) -> None:
-    noise = gumbel_noise_at(seed, position, torch.arange(vocab))
-    assert noise.dtype == torch.float32
-    assert noise.shape == (vocab,)
-    for token in {0, vocab // 2, vocab - 1}:
-        assert noise[token].item() == pytest.approx(spelled_out(seed, position, token), abs=1e-6)
-
-
+@settings(max_examples=100)
 @given(
     seed=st.integers(0, 2**64 - 1),
     position=st.integers(0, 2**64 - 1),
     ids=st.lists(st.integers(0, 2**31), max_size=40),
 )
-def test_with_a_compiler_and_without_it_is_the_same(
-    seed: int, position: int, ids: list[int]
-) -> None:
-    if library() is None:
-        pytest.skip("no gcc")
-    tokens = np.array(ids, np.int64)
-    found = gumbel_noise_at(seed, position, torch.from_numpy(tokens)).numpy()
-    slow = _slow_gumbel(_slow_mantissas(seed, position, tokens)).astype(np.float32)
-    np.testing.assert_array_max_ulp(found, slow, maxulp=1)
+def test_noise_follows_the_documented_layout(seed: int, position: int, ids: list[int]) -> None:
+    noise = gumbel_noise_at(seed, position, torch.tensor(ids, dtype=torch.int64))
+    assert noise.dtype == torch.float32
+    expected = [spelled_out(seed, position, token) for token in ids]
+    np.testing.assert_array_max_ulp(noise.numpy(), np.array(expected, np.float32), maxulp=1)
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 8191, 8192, 8193, 20001])
@@ -94,12 +76,6 @@ def test_noise_is_standard_gumbel() -> None:
     expected = (-(-ranked).exp()).exp()
     empirical = (torch.arange(ranked.numel()) + 0.5) / ranked.numel()
     assert (expected - empirical).abs().max().item() < 2e-3  # Kolmogorov-Smirnov, 1e6 draws
-
-
-@pytest.mark.parametrize(("mantissa", "largest"), [(0, False), (2**52 - 1, True)])
-def test_the_extreme_draws_are_finite(mantissa: int, largest: bool) -> None:
-    value = float(_slow_gumbel(np.array([mantissa], dtype=np.uint64))[0])
-    assert value == pytest.approx(36.7368 if largest else -3.6037, abs=1e-3)
 
 
 @pytest.mark.parametrize(("seed", "position"), [(-1, 0), (2**64, 0), (0, -1)])

@@ -21,10 +21,7 @@ NATIVE = Path(structures.__file__).parent / "native"
 @pytest.fixture
 def library() -> ctypes.CDLL:
     """The loaded kernels."""
-    found = cpu_kernels().library
-    if found is None:
-        pytest.skip("there are no compiled kernels")
-    return found
+    return cpu_kernels().library
 
 
 def test_both_sides_mean_the_same(library: ctypes.CDLL) -> None:
@@ -93,8 +90,5 @@ def test_a_debug_build_ends_at_a_wrong_shape(
 
 
 def test_every_kind_of_operation_runs_both_ways() -> None:
-    """By PyTorch all, by the compiled kernels all that have a code, one each."""
     assert list(OPERATIONS) == list(Kind)
-    codes = [each.code for each in OPERATIONS.values() if each.code is not None]
-    assert codes == list(structures.Code)
-    assert [kind for kind, each in OPERATIONS.items() if each.code is None] == [Kind.CONVOLVE]
+    assert sorted(each.code for each in OPERATIONS.values()) == list(structures.Code)

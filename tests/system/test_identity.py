@@ -19,7 +19,6 @@ from tiny_models import FAMILIES
 from paceline.client import Client
 from paceline.harness import ServiceProcess
 
-pytestmark = pytest.mark.bits
 Verifiers = Callable[[str], ServiceProcess]
 USEFUL = ("lm", "ngram", "bigram")
 

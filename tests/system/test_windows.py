@@ -15,7 +15,6 @@ MODEL = Path(os.environ.get("PACELINE_REAL", ""), "gemma270.gguf")
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.bits,
     pytest.mark.skipif(
         not MODEL.is_file(), reason=f"PACELINE_REAL names no folder with {MODEL.name}"
     ),

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from verifier_support import VOCAB, make_model, serving, text
 
+from paceline.bench.reference import ReferenceKernels
 from paceline.decoder import Decoder
 from paceline.decoder import device as device_module
-from paceline.kernels import Proposal, SamplingParams, attention
+from paceline.kernels import Proposal, SamplingParams, devices
 from paceline.kernels import sampling as sampling_module
-from paceline.kernels.dense import DenseBackend
 from paceline.kv.policies import load_policy
 from paceline.kv.selection import SelectionPolicy
 from paceline.tree import TokenTree
@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """The name ``cuda`` means the device, in every thread that computes."""
     for kind in ("cpu", "other"):
-        monkeypatch.setitem(attention.LOADED, kind, DenseBackend())
+        monkeypatch.setitem(devices.LOADED, kind, ReferenceKernels())
     wiring, engine = "paceline.verifier.wiring", "paceline.verifier.engine.engine"
     real = torch.device("cpu")
     monkeypatch.setattr(f"{wiring}.find_device", lambda name: DEVICE if name == "cuda" else real)

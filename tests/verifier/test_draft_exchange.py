@@ -29,7 +29,6 @@ pytestmark = pytest.mark.usefixtures("no_delays")
 
 
 @CARRIERS
-@pytest.mark.bits
 async def test_the_same_tokens_over_both_carriers(socket: bool, client: Client) -> None:
     """Several generations with every kind of drafter; one message a step for all of them."""
     plain = await client.generate(PROMPT, None, **FIELDS)
@@ -371,7 +370,6 @@ TREES = [
 ]
 
 
-@pytest.mark.bits
 async def test_invalid_trees(client: Client) -> None:
     """They close their sequence; another one of the service keeps its drafts."""
     plain = await client.generate(PROMPT, None, **FIELDS)
@@ -443,7 +441,6 @@ def acting(right: Drafter, action: list[str]) -> Drafter:
     return draft
 
 
-@pytest.mark.bits
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     actions=st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(1, 4)), max_size=12),

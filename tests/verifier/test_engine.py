@@ -92,7 +92,6 @@ async def test_model(client: Client, model: Path) -> None:
     assert got.chat_template == ""
 
 
-@pytest.mark.bits
 async def test_batch_invariance_holds(client: Client) -> None:
     got = await client.stub.GetModel(verifier_pb2.GetModelRequest())
     assert (got.batch_invariant, got.batch_invariance_reason) == (True, "")

@@ -36,7 +36,6 @@ def fields(seed: int) -> dict[str, Any]:
     return {"sampling": sampling, "max_new_tokens": 300, "ignore_eos": True}
 
 
-@pytest.mark.bits
 @pytest.mark.parametrize("fault", ["a prompt", "a draft"])
 async def test_only_the_sequence_at_fault_ends(
     fault: str, client: Client, monkeypatch: pytest.MonkeyPatch

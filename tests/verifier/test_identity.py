@@ -18,8 +18,6 @@ from verifier_support import VOCAB, Client, paused_engine, serving, text
 from paceline.tree import TokenTree
 from paceline.v1 import sampling_pb2
 
-pytestmark = pytest.mark.bits
-
 GREEDY: dict[str, Any] = {}
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": GREEDY,

@@ -59,7 +59,6 @@ async def test_joined_services_are_listed(client: Client, far_service: DrafterSe
 
 
 @CARRIERS
-@pytest.mark.bits
 async def test_a_service_that_comes_back_drafts_again(socket: bool, client: Client) -> None:
     plain = await client.generate(PROMPT, None, **FIELDS)
     created = await client.create(PROMPT, **FIELDS)
@@ -383,7 +382,6 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.bits
 @pytest.mark.parametrize(("message", "reason", "socket"), CASES)
 async def test_violations_end_the_connection(
     message: dict[str, Any] | bytes, reason: str, socket: bool, client: Client

@@ -29,7 +29,6 @@ PROMPT = [3, 1, 4, 1, 5]
 FIELDS: dict[str, Any] = {"max_new_tokens": 60, "ignore_eos": True}
 
 
-@pytest.mark.bits
 @pytest.mark.parametrize(
     ("name", "window", "message_bytes"),
     [

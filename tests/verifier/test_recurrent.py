@@ -18,8 +18,6 @@ from paceline.decoder import Decoder, LocalCache, UnsupportedModelError
 from paceline.kernels import QueryBlock, plan_trees
 from paceline.v1 import sampling_pb2
 
-pytestmark = pytest.mark.bits
-
 SAMPLINGS: dict[str, dict[str, Any]] = {"greedy": {}, "T=0.7": {"temperature": 0.7, "seed": 3}}
 
 

@@ -55,7 +55,6 @@ def cache_slots(client: Client) -> int:
     return first.sequence.kv.capacity
 
 
-@pytest.mark.bits
 @pytest.mark.parametrize(
     ("window", "parent", "reused"),
     [

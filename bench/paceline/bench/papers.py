@@ -32,12 +32,15 @@ from paceline.bench.acceptance import load_drafters, write_answer
 from paceline.bench.models import Models
 from paceline.bench.prompts import FREE, PROMPTS, needle_prompts, read
 from paceline.bench.record import Results, make_console
+from paceline.bench.reference import ReferenceKernels
 from paceline.bench.table.engines import NONE, AnswerRequest, PacelineServices
 from paceline.decoder import Decoder, DecoderConfig, open_model
 from paceline.drafter import Drafter
 from paceline.kernels import (
     MAX_TREE_NODES,
     SELECTION_CHUNK,
+    AttentionCall,
+    Executor,
     Heads,
     LayerTable,
     Pass,
@@ -45,13 +48,9 @@ from paceline.kernels import (
     Recorder,
     TreePlan,
     choose_numerics,
-    cpu_kernels,
     plan_trees,
 )
 from paceline.kernels.caches import from_rows
-from paceline.kernels.dense import AttentionCall, DenseBackend
-from paceline.kernels.executor import NativeProgram
-from paceline.kernels.operations import run_one_by_one
 from paceline.kv.policies import kv_policies, load_policy
 from paceline.train.acceptance import RecordedKv, TargetRecording, rounds
 from paceline.tree import TokenTree, accepted_tokens
@@ -476,11 +475,7 @@ def _native(q: Tensor, keys: Tensor, values: Tensor, plan: TreePlan) -> Callable
     call = Pass(
         None, plan, [_OneLayer(keys, values)], still, taps=(0,), inputs=q.flatten(1).float()
     )  # fmt: skip
-    library = cpu_kernels().library
-    program = recorder.finish()
-    if library is None:
-        return partial(run_one_by_one, program, call)
-    return partial(NativeProgram(library, program).run, call)
+    return partial(Executor(recorder.finish()).run, call)
 
 
 def _attend(bench: Bench, config: DecoderConfig, rows: int) -> Samples:
@@ -505,7 +500,7 @@ def _attend(bench: Bench, config: DecoderConfig, rows: int) -> Samples:
         )
         ways: dict[str, Callable[[], object]] = {
             "SDPA with a mask": sdpa,
-            "masked in PyTorch": partial(DenseBackend().attend, call),
+            "masked in PyTorch": partial(ReferenceKernels().attend, call),
             "tree attention": _native(q, keys, values, plan),
         }
         for _ in range(bench.args.texts):

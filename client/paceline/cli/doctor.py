@@ -112,12 +112,12 @@ def _with_torch() -> Facts:
     import torch
 
     from paceline.decoder.device import has_mps
-    from paceline.kernels import cpu_kernels
+    from paceline.kernels import KernelsError, cpu_kernels
 
     try:
         kernels = cpu_kernels()
         found: Facts = {"level": kernels.level, "origin": kernels.origin, "error": ""}
-    except RuntimeError as error:  # the environment selects an unsupported level
+    except KernelsError as error:
         found = {"level": "", "origin": "", "error": str(error)}
     gpus, gpu_error = [], ""
     try:
@@ -143,12 +143,12 @@ def _with_torch() -> Facts:
 
 
 def _attention() -> str:
-    """The backend of GPUs."""
-    from paceline.kernels.attention import cuda_backend, preferred_backend
+    """What attends on GPUs."""
+    from paceline.kernels.devices import cuda_kernels, preferred_backend
 
     try:
-        return cuda_backend(preferred_backend()).name
-    except RuntimeError as error:  # the environment names none
+        return cuda_kernels(preferred_backend()).name
+    except RuntimeError as error:  # the environment names none, or Triton is missing
         return str(error)
 
 
@@ -186,12 +186,6 @@ def _notes(facts: Facts) -> list[str]:
     kernels = facts.get("kernels")
     if kernels and kernels["error"]:
         notes.append(f"no service starts: {kernels['error']}")
-    elif kernels and kernels["level"] == "none":
-        notes.append(
-            f"no compiled CPU kernels ({kernels['origin']}): attention runs several times slower "
-            "and texts may differ with the drafter at numeric ties; install gcc, or a wheel for "
-            "x86-64 Linux"
-        )
     if facts.get("threads", 1) > facts["processor"]["usable_cores"]:
         notes.append("more threads than cores: set OMP_NUM_THREADS to the number of cores")
     if facts["gpu_driver"] and "gpus" in facts and not facts["gpus"]:

@@ -50,7 +50,7 @@ def drafters_for(
 ) -> list[str]:
     """What to load for a target: the drafters trained for it, its own heads (`mtp`), and `ngram`.
 
-    Trained drafters look up earlier text first; native CPU kernels run them in 8 or 4 bits. Without
+    Trained drafters look up earlier text first; a CPU runs them in 8 or 4 bits. Without
     any, `ngram`, and on a CPU `selfspec` with the target's own weights in 4 bits: on a GPU that is
     a second copy in the verifier's format. The default of a large target on a CPU is by its format.
     Imports torch.
@@ -72,16 +72,15 @@ def drafters_for(
 
     from paceline.decoder import open_model
     from paceline.drafter.methods import method_class
-    from paceline.kernels import cpu_kernels
 
     model, adapter = open_model(target, lora), f",lora={lora}" if lora else ""
-    native = device == "cpu" and cpu_kernels().library is not None
+    on_cpu = device == "cpu"
 
     def described(method: type[Drafter], folder: Path | None) -> str:
         options = ["lookup=true"]
-        tree = method.cpu_tree if device == "cpu" else method.gpu_tree
+        tree = method.cpu_tree if on_cpu else method.gpu_tree
         options += [f"{name}={value}" for name, value in tree.items()]
-        if native and method.cpu_weights:
+        if on_cpu and method.cpu_weights:
             options.append(f"weights={method.cpu_weights}")
         if "target" in method.path_options:
             options.append(f"target={target}{adapter}")
@@ -95,11 +94,11 @@ def drafters_for(
     own = f"selfspec=selfspec:{target},weights=int4{adapter}"
     load = [*trained, "ngram=ngram"]
     recurrent = bool(model.config(weights).delta_layers)  # selfspec refuses such a target
-    if not trained and device == "cpu" and not recurrent:
+    if not trained and on_cpu and not recurrent:
         load.append(own)
     if recurrent:
         return load
-    if native and model.weight_bytes >= _LARGE and not torch.cuda.is_available():
+    if on_cpu and model.weight_bytes >= _LARGE and not torch.cuda.is_available():
         if (first := _FIRST[model.config(weights).weights]) == "selfspec":
             return [f"{own},lookup=true", *trained, "ngram=ngram"]
         load.sort(key=lambda spec: not spec.startswith(f"{first}="))
@@ -116,14 +115,13 @@ def only_looks_up(
     Arguments and errors are as there; ``on_gpu``: the machine has a GPU.
     """
     from paceline.decoder import open_model
-    from paceline.kernels import cpu_kernels
 
     model = open_model(target, lora)
     if next(_fitting(target, model), None) is not None or _has_heads(model):
         return False
     if model.config(weights).delta_layers:  # selfspec refuses it
         return True
-    large = cpu_kernels().library is not None and model.weight_bytes >= _LARGE and not on_gpu
+    large = model.weight_bytes >= _LARGE and not on_gpu
     return not large or _FIRST[model.config(weights).weights] != "selfspec"
 
 

@@ -1,20 +1,22 @@
 """Attention over token trees, KV selection, sampling noise and filters: one public function each.
 
-Backends are chosen by device in :func:`backend_for`. Imports nothing but torch and numpy.
+On a CPU programs are compiled; :func:`kernels_for` has the kernels of other devices. Imports
+nothing but torch and numpy.
 """
 
 from paceline.kernels._compile import processor, processor_name
-from paceline.kernels._native import NUMERICS, choose_numerics, cpu_kernels
+from paceline.kernels._native import NUMERICS, KernelsError, choose_numerics, cpu_kernels
 from paceline.kernels.attention import (
-    AttentionBackend,
-    backend_for,
-    register_backend,
+    MAX_PROBES,
+    AttentionCall,
+    GraphProbes,
+    Probe,
+    ProbedBlock,
     tree_attention,
-    why_bits_vary,
 )
 from paceline.kernels.caches import KVCacheView, LayerTable, PagedPlane, Plane
 from paceline.kernels.delta import Delta, DeltaShape, RecurrentStates
-from paceline.kernels.dense import MAX_PROBES, AttentionCall, GraphProbes, Probe, ProbedBlock
+from paceline.kernels.devices import DeviceKernels, kernels_for, why_bits_vary
 from paceline.kernels.executor import Executor
 from paceline.kernels.noise import gumbel_noise_at
 from paceline.kernels.program import MAX_EXPERTS, Context, Heads, Pass, Program, Recorder, Routing
@@ -63,11 +65,11 @@ __all__ = [
     "NUMERICS",
     "SELECTION_CHUNK",
     "SINKS",
-    "AttentionBackend",
     "AttentionCall",
     "Context",
     "Delta",
     "DeltaShape",
+    "DeviceKernels",
     "Edits",
     "EqualBlocks",
     "Executor",
@@ -75,6 +77,7 @@ __all__ = [
     "Heads",
     "History",
     "KVCacheView",
+    "KernelsError",
     "LayerTable",
     "LevelBlock",
     "Norm",
@@ -94,7 +97,6 @@ __all__ = [
     "TreePlan",
     "accept_or_resample",
     "attention_weights",
-    "backend_for",
     "best_candidates",
     "best_chunks",
     "choose_numerics",
@@ -105,12 +107,12 @@ __all__ = [
     "edits",
     "filter_logits",
     "gumbel_noise_at",
+    "kernels_for",
     "perturbed_logits",
     "plan_trees",
     "processor",
     "processor_name",
     "raw_logprobs",
-    "register_backend",
     "send",
     "streaming",
     "tree_attention",

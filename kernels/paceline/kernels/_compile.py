@@ -139,7 +139,7 @@ def _compiler() -> str:
     name = os.environ.get("CC", "gcc")
     found = shutil.which(name)
     if found is None:
-        raise OSError(f"there is no C compiler {name!r}: install gcc, or set CC to a compiler")
+        raise OSError(f"there is no C compiler {name!r}")
     return found
 
 

@@ -2,14 +2,12 @@
 
 A platform wheel contains them for all levels of x86-64. A source install compiles them with gcc
 into the user's cache folder, once, in some seconds; they need no headers of Python or torch.
-Without either, torch operations replace them: several times slower, and the bits of a row may
-depend on the batch.
 
 Before a level is used, its linear layers and its dot product of bfloat16 are compared with plain C
 on random data, bit by bit. The next level replaces one that differs.
 
 ``PACELINE_CPU_LEVEL`` selects a level instead of the fastest: amx, avx512bf16, avx512vnni, avx512,
-avxvnni, avx2, generic (on ARM: dotprod, generic), or none for torch operations.
+avxvnni, avx2, generic (on ARM: dotprod, generic).
 """
 
 from __future__ import annotations
@@ -67,16 +65,20 @@ class CpuKernels:
     """The CPU kernels of this process."""
 
     level: str
-    """The level they are compiled for; "none" for torch operations."""
+    """The level they are compiled for."""
 
-    library: ctypes.CDLL | None
-    """The loaded kernels, or None."""
+    library: ctypes.CDLL
+    """The loaded kernels."""
 
     origin: str
-    """Where they come from, or why there are none."""
+    """Where they come from."""
 
-    file: str = ""
-    """Path of the library; its name has a digest of sources and flags. Empty: none."""
+    file: str
+    """Path of the library; its name has a digest of sources and flags."""
+
+
+class KernelsError(OSError):
+    """The compiled CPU kernels cannot be used on this machine; nothing runs without them."""
 
 
 def address(tensor: Tensor, name: str) -> int:
@@ -90,8 +92,8 @@ def address(tensor: Tensor, name: str) -> int:
     return tensor.data_ptr()
 
 
-def library() -> ctypes.CDLL | None:
-    """The loaded kernels; None if torch operations replace them."""
+def library() -> ctypes.CDLL:
+    """The loaded kernels. Raises ``KernelsError`` as :func:`cpu_kernels` does."""
     return cpu_kernels().library
 
 
@@ -100,24 +102,25 @@ def cpu_kernels() -> CpuKernels:
     """Load the kernels, compiled first if necessary.
 
     Raises:
-        RuntimeError: This processor does not have the level in ``PACELINE_CPU_LEVEL``.
+        KernelsError: They cannot be compiled or loaded, or this processor does not have the level
+            in ``PACELINE_CPU_LEVEL``.
     """
     levels = _levels()
-    if not levels:
-        return CpuKernels("none", None, f"switched off by {VARIABLE}")
     if not _share_openmp():
-        _log.warning("CPU kernels run on torch operations: torch has no GNU OpenMP runtime here")
-        return CpuKernels("none", None, "torch has no GNU OpenMP runtime to share")
+        raise KernelsError(
+            "the CPU kernels need the GNU OpenMP runtime, which this build of torch does not load: "
+            "install PyTorch for Linux from its own wheels"
+        )
     for level in levels:
         kernels = load(level)
-        if kernels.library is None or (wrong := _wrong_format(kernels.library)) is None:
+        if (wrong := _wrong_format(kernels.library)) is None:
             return kernels
         _log.warning("CPU kernels of level %s are not used: %s differs from plain C", level, wrong)
-    return CpuKernels("none", None, "every level differs from plain C")
+    raise KernelsError("the CPU kernels of every level differ from plain C: report this processor")
 
 
 def load(level: str) -> CpuKernels:
-    """Load the kernels of a level; falls back to torch operations if that fails."""
+    """Load the kernels of a level. Raises ``KernelsError`` if they cannot be compiled."""
     ahead = _compile.PREBUILT / _compile.file_name(level)
     with suppress(OSError):  # missing, or built for a newer C library than this machine's
         return CpuKernels(level, _open(ahead), "the wheel", str(ahead))
@@ -128,8 +131,10 @@ def load(level: str) -> CpuKernels:
             made = _compile.build(level, made.parent)
         return CpuKernels(level, _open(made), "compiled on this machine", str(made))
     except (OSError, subprocess.SubprocessError) as error:
-        _log.warning("CPU kernels run on torch operations, several times slower: %s", error)
-        return CpuKernels("none", None, str(error))
+        raise KernelsError(
+            f"the CPU kernels are not compiled: {error}. Install gcc, or name a C compiler in CC; "
+            "or install a wheel of paceline for x86-64 Linux, which contains them"
+        ) from error
 
 
 def _open(path: Path) -> ctypes.CDLL:
@@ -152,10 +157,8 @@ def _levels() -> tuple[str, ...]:
     """The requested level and those below it, or all of this processor."""
     here = _compile.levels_here()
     requested = os.environ.get(VARIABLE, "")
-    if requested and requested not in (*here, "none"):
-        raise RuntimeError(f"{VARIABLE} is {requested!r}, expected one of {', '.join(here)}, none")
-    if requested == "none":
-        return ()
+    if requested and requested not in here:
+        raise KernelsError(f"{VARIABLE} is {requested!r}, expected one of {', '.join(here)}")
     return here[here.index(requested) :] if requested else here
 
 

@@ -1,70 +1,155 @@
-"""Tree attention, and the choice of its backend.
+"""Tree attention, and the recording of scores.
 
 Tree attention after LongSpec (section 3.3): unmasked attention over the committed prefix, masked
-attention over the block of new nodes, merged by log-sum-exp; on the CPU one kernel does both, chunk
-by chunk. Chunks of keys begin at fixed positions, so the operations of a row depend on its own path
-alone, and its bits do not depend on the rest of the batch.
+attention over the block of new nodes, merged by log-sum-exp. Chunks of keys begin at fixed
+positions, so the operations of a row depend on its own path alone, and its bits do not depend on
+the rest of the batch.
+
+Attention scores of single rows are recorded during a call: SpecAttn (section 3.3, Collect-2-Query)
+selects positions for a drafter by the scores that verification computes anyway. Recording them for
+few rows is cheap and does not change the bits of the attention.
 """
 
 from __future__ import annotations
 
-import logging
-import os
-from collections.abc import Callable, Sequence
-from importlib import import_module
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from paceline.kernels import triton
-from paceline.kernels._native import cpu_kernels
-from paceline.kernels.caches import Plane, head_width
-from paceline.kernels.dense import AttentionCall, DenseBackend, Probe
+from paceline.kernels.caches import Plane, from_rows, head_width, span
+from paceline.kernels.devices import kernels_for
 from paceline.kernels.trees import TreePlan
 
-logger = logging.getLogger("paceline.kernels")
-
-BACKENDS = ("triton", "flash_attn", "dense")
-VARIABLE = "PACELINE_ATTENTION"
-MIN_CAPABILITY = (8, 0)
-
-_FACTORIES: dict[str, Callable[[], AttentionBackend]] = {}
-LOADED: dict[str, AttentionBackend] = {}
+MAX_PROBES = 2
+"""Rows of one block whose scores attention records on GPUs; those of further rows, and weights,
+are recorded by another kernel there, which reads the keys again."""
 
 
-class AttentionBackend(Protocol):
-    """The attention of a kind of device."""
+@dataclass(frozen=True)
+class Probe:
+    """Request to record the scores of one row over the committed prefix."""
 
-    name: str
+    block: int
+    """Index of the block in the plan."""
 
-    def attend(self, call: AttentionCall) -> None:
-        """Write the attention of every packed row, and what the call asks for beside it."""
+    node: int
+    """Index of the row in the block."""
+
+    out: Tensor
+    """float32 ``[Hkv, n]`` with a dense last dimension and n at least the block's start; for each
+    prefix position, the sum over the query heads that share a kv head."""
+
+    weights: bool = False
+    """Whether to record softmax weights; else the scaled scores before the softmax, -inf for
+    positions outside of a window."""
 
 
-def register_backend(device_type: str, factory: Callable[[], AttentionBackend]) -> None:
-    """Use ``factory`` for devices of ``device_type`` ("cpu", "cuda", ...)."""
-    _FACTORIES[device_type] = factory
-    LOADED.pop(device_type, None)
+@dataclass(frozen=True)
+class ProbedBlock:
+    """Output buffer of a captured pass for the scores of a block in all recorded layers."""
+
+    block: int
+    """Index of the block."""
+
+    nodes: tuple[int, ...]
+    """Rows of the block."""
+
+    out: Tensor
+    """float32 ``[layers, nodes or more, Hkv, n]`` with a dense last dimension and n at least the
+    block's start. The part of a row is as :attr:`Probe.out`."""
+
+    weights: bool = False
+    """Whether to record softmax weights."""
+
+    @property
+    def again(self) -> bool:
+        """Whether a GPU reads the keys again for it."""
+        return self.weights or len(self.nodes) > MAX_PROBES
 
 
-def backend_for(device: torch.device | str) -> AttentionBackend:
-    """The attention backend of a device.
+class GraphProbes(tuple[Probe, ...]):
+    """No probes: records the scores of a layer that a plan with fixed tables names."""
 
-    Raises:
-        RuntimeError: No backend is registered for the device.
-    """
-    kind = torch.device(device).type
-    backend = LOADED.get(kind)
-    if backend is not None:
-        return backend
-    if kind not in _FACTORIES:
-        raise RuntimeError(
-            f"no attention backend for device type {kind!r}, expected one of "
-            f"{sorted(_FACTORIES)}; move the model or register a backend"
-        )
-    backend = LOADED[kind] = _FACTORIES[kind]()
-    return backend
+    layer: int
+    """Index of the layer among the recorded layers."""
+
+    def __new__(cls, layer: int) -> GraphProbes:
+        """Make the probes of a layer."""
+        made = super().__new__(cls)
+        made.layer = layer
+        return made
+
+    def __bool__(self) -> bool:
+        """There is something to record."""
+        return True
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """Checked arguments of :func:`tree_attention`, and where the results go."""
+
+    q: Tensor
+    """Queries, ``[M, Hq, D]``."""
+
+    keys: Sequence[Plane]
+    """Keys of each sequence, ``[Hkv, capacity, D]`` or in pages."""
+
+    values: Sequence[Plane]
+    """Values, like ``keys``."""
+
+    plan: TreePlan
+    """The packed blocks."""
+
+    scale: float
+    """Factor on the scores."""
+
+    window: int | None
+    """Sliding window in tokens, or None."""
+
+    out: Tensor
+    """The attention of every row, ``[M, Hq, D]``."""
+
+    lse: Tensor | None = None
+    """Log-sum-exp of the scaled scores of every row, float32 ``[M, Hq]``; None if no probe needs
+    it."""
+
+    probes: Sequence[Probe] = ()
+    """Scores to record, without an effect on the result."""
+
+    cap: float = 0.0
+    """Soft cap of the scaled scores; 0: none."""
+
+    sinks: Tensor | None = None
+    """float32 ``[Hq]``, one extra logit per head in the softmax denominator; None: none."""
+
+    def scores(self, q: Tensor, key: Tensor) -> Tensor:
+        """Scaled and capped scores of float32 queries ``[..., n, D]`` and keys ``[..., m, D]``."""
+        found = torch.matmul(q, key.transpose(-1, -2)).mul_(self.scale)
+        return found.div_(self.cap).tanh_().mul_(self.cap) if self.cap else found
+
+
+def record_scores(call: AttentionCall, probes: Sequence[Probe]) -> None:
+    """Fill probes by separate products, for backends that do not record scores."""
+    q, plan, lse = call.q, call.plan, call.lse
+    index, key = -1, torch.empty(0)
+    for probe in probes:
+        block = plan.blocks[probe.block]
+        row = plan.offsets[probe.block] + probe.node
+        if probe.block != index:
+            index = probe.block
+            key = from_rows(span(call.keys[block.sequence], 0, block.start)).float()
+        heads = q[row].float().view(key.shape[0], -1, q.shape[2])
+        scores = call.scores(heads, key)
+        if call.window is not None:
+            first = block.start + block.depths[probe.node] - call.window + 1
+            scores[..., : max(0, first)] = -torch.inf
+        if probe.weights:
+            if lse is None:
+                raise ValueError("weights cannot be recorded without the log-sum-exp of the scores")
+            scores = (scores - lse[row].view(key.shape[0], -1, 1)).exp()
+        probe.out[:, : block.start] = scores.sum(1)
 
 
 def tree_attention(
@@ -105,7 +190,7 @@ def tree_attention(
 
     Raises:
         ValueError: Shapes that do not fit together, or a window below 1.
-        RuntimeError: No backend for the device.
+        RuntimeError: No kernels for the device.
     """
     checked = (q.shape, len(keys), keys[0].shape if keys else None, window)
     if checked not in plan.checked:  # once per plan, not per layer
@@ -116,7 +201,7 @@ def tree_attention(
     needs_lse = any(probe.weights for probe in probes)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32) if needs_lse else None
     call = AttentionCall(q, keys, values, plan, scale, window, out, lse, probes, cap, sinks)
-    backend_for(q.device).attend(call)
+    kernels_for(q.device).attend(call)
     return out
 
 
@@ -147,78 +232,3 @@ def _check(
                 f"keys of sequence {block.sequence} have shape {tuple(shape)}, expected "
                 f"[a divisor of {q.shape[1]}, at least {block.stop}, {q.shape[2]}]"
             )
-
-
-def _cuda() -> AttentionBackend:
-    capability = torch.cuda.get_device_capability()
-    if capability < MIN_CAPABILITY:
-        logger.warning(
-            "%s has compute capability %d.%d: below 8.0 the attention kernels have no tensor cores "
-            "for bfloat16 and spill most of their registers, so steps take many times as long; "
-            "use a GPU from Ampere on, or --device cpu", torch.cuda.get_device_name(), *capability,
-        )  # fmt: skip
-    return cuda_backend(preferred_backend())
-
-
-def cuda_backend(name: str) -> AttentionBackend:
-    """A backend for NVIDIA GPUs by its name, or the next one if its package is missing, which is
-    logged.
-
-    Args:
-        name: One of ``BACKENDS``.
-    """
-    if name == "dense" or not triton.is_installed():
-        return DenseBackend()
-    from paceline.kernels.triton.backend import TritonBackend
-
-    if name != "flash_attn":
-        return TritonBackend()
-    try:
-        import_module("flash_attn")
-    except ImportError as error:
-        logger.warning("%s is flash_attn: Triton attends, since %s", VARIABLE, error)
-        return TritonBackend()
-    from paceline.kernels.triton.flash import FlashAttention2
-
-    return FlashAttention2()
-
-
-def preferred_backend() -> str:
-    """The backend of GPUs: ``PACELINE_ATTENTION``, else triton.
-
-    Raises:
-        RuntimeError: ``PACELINE_ATTENTION`` is not the name of a backend.
-    """
-    requested = os.environ.get(VARIABLE) or BACKENDS[0]
-    if requested not in BACKENDS:
-        raise RuntimeError(f"{VARIABLE} is {requested!r}, expected one of {', '.join(BACKENDS)}")
-    return requested
-
-
-def why_bits_vary(device: torch.device | str) -> str:
-    """Why a row of attention may have other bits in a batch, a chain, a tree or a prompt than alone
-    behind its committed path; empty if it has the same.
-
-    On GPUs that is what the Triton kernels promise, for all models that they serve: sliding
-    windows, sinks, recorded scores, any group of heads and any width, and any cut of a prompt. They
-    do not promise it for the recorded scores themselves, from which drafters choose KV, and for
-    trees whose paths only the device knows, as they are while drafters grow them.
-    """
-    backend = backend_for(device).name
-    if backend == "flash_attn":
-        return f"flash-attn, chosen by {VARIABLE}, adds up prompts in an order of its own"
-    if backend != "dense":
-        return ""
-    if torch.device(device).type != "cpu":
-        return f"attention runs on operations of PyTorch: install Triton, or unset {VARIABLE}"
-    kernels = cpu_kernels()
-    if kernels.library is not None:
-        return ""
-    return (
-        f"attention runs on operations of PyTorch: {kernels.origin}; install gcc, or a wheel for "
-        "x86-64 Linux, which brings the compiled kernels"
-    )
-
-
-register_backend("cpu", DenseBackend)
-register_backend("cuda", _cuda)

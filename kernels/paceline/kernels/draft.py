@@ -83,8 +83,6 @@ class NativeDraft:
                 program one after the other.
             text: How a model of levels reads texts with states; None: it reads tokens alone.
         """
-        native = library()
-        assert native is not None
         self._kept: list[Any] = [program, ids, block, text]
         self.length = 0 if block is None else block.length
         """Positions of a block; 0: a model of levels."""
@@ -100,7 +98,7 @@ class NativeDraft:
             self._model.text, self._model.states = text.program.address, text.states
         if block is not None:
             self._add_block(block)
-        self._draft: Callable[..., int] = native.paceline_draft
+        self._draft: Callable[..., int] = library().paceline_draft
 
     def draft(self, texts: Sequence[DraftText], table: Tensor) -> None:
         """Draft a tree for each text; their fields from ``drafted`` on are the result.

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from paceline.kernels._native import address, library
+from paceline.kernels.attention import Probe
 from paceline.kernels.caches import LayerTable
 from paceline.kernels.delta import DeltaPass
-from paceline.kernels.dense import Probe
 from paceline.kernels.operations import OPERATIONS, run_one_by_one, whole_norms
 from paceline.kernels.program import Kind, Operation, Pass, PassResult, Program
 from paceline.kernels.structures import (
@@ -105,36 +105,39 @@ def _fill_tree(entry: CQueryBlock, block: QueryBlock) -> ctypes.Array[ctypes.c_i
     return table
 
 
-def supported(program: Program) -> bool:
-    """Whether the compiled code can run a program: its operations, packed weights, whole
-    vectors."""
-    matrices = [matrix for op in program.operations for matrix in op.matrices]
+def _check(program: Program) -> None:
+    """Refuse what the compiled code cannot run: parts of vectors, large heads."""
     dim, any_width = program.heads.dim, {0}  # logits, and scores and routes of experts
     for op in program.operations:
-        if OPERATIONS[op.kind].code is None:
-            return False
+        if op.kind == Kind.CONVOLVE:
+            any_width.add(op.delta)
         if op.kind == Kind.ROUTE:
             any_width |= {op.source, op.out}
         if op.rule is not None:
             any_width.add(op.source)
-            shape = op.rule.shape
-            if any(
-                each % LANES or each > MAX_HEAD_DIM for each in (shape.key_dim, shape.value_dim)
-            ):
-                return False
-    widths = [b.width for index, b in enumerate(program.buffers) if index not in any_width]
-    return (
-        all(matrix.packed is not None for matrix in matrices)
-        and not any(width % LANES for width in (*widths, dim))
-        and dim <= MAX_HEAD_DIM
-    )
+    rules = [op.rule.shape for op in program.operations if op.rule is not None]
+    heads = {dim, *(each for shape in rules for each in (shape.key_dim, shape.value_dim))}
+    widths = {b.width for index, b in enumerate(program.buffers) if index not in any_width}
+    if wrong := sorted(each for each in widths | heads if each % LANES):
+        raise ValueError(
+            f"rows or heads have {wrong[0]} elements, expected multiples of {LANES} on a CPU"
+        )
+    if max(heads) > MAX_HEAD_DIM:
+        raise ValueError(
+            f"heads have {max(heads)} elements, expected at most {MAX_HEAD_DIM} on a CPU"
+        )
 
 
 class NativeProgram:
     """A program as C structures. Safe to run on several threads: each has its own memory."""
 
     def __init__(self, library: ctypes.CDLL, program: Program) -> None:
-        """Translate a program that is :func:`supported`."""
+        """Translate a program.
+
+        Raises:
+            ValueError: Widths that the compiled code does not have.
+        """
+        _check(program)
         self._heads, self._layers, self._dtype = program.heads, program.layers, program.dtype
         self.numerics = program.numerics
         """Numerics of the program."""
@@ -400,19 +403,17 @@ class Executor:
     """Runs a program. Runs of several threads do not disturb each other."""
 
     def __init__(self, program: Program) -> None:
-        """Prepare a program for all devices that its weights may be on."""
-        native = library()
+        """Prepare a program for all devices that its weights may be on. Raises ``ValueError`` if
+        they are packed for the CPU, and the compiled kernels cannot run it."""
         self._program = program
-        self.native: NativeProgram | None = None
+        packed = all(matrix.packed for op in program.operations for matrix in op.matrices)
+        self.native = NativeProgram(library(), program) if packed else None
         """The program for compiled kernels, which run it where no cache is in pages."""
-        if native is not None and supported(program):
-            self.native = NativeProgram(native, program)
 
     def run(self, call: Pass) -> PassResult:
         """Run the operations; keys and values are written to the caches.
 
-        One native call runs them all, if there are compiled kernels for the program and no cache
-        is in pages.
+        On a CPU one native call runs them all.
 
         Raises:
             IndexError: A token or a selected row does not exist.

@@ -1,9 +1,7 @@
 """Linear layers on the CPU over weights that are packed once, see ``native/linear.h``.
 
 The bits of an output depend on its own row and its weights only: not on the other rows, their
-number, the threads or the level of the processor. Where there are no compiled kernels, torch
-multiplies: quantised formats give the same bits, float formats give other bits, which do not depend
-on the number of rows.
+number, the threads or the level of the processor.
 """
 
 from __future__ import annotations
@@ -32,7 +30,6 @@ _CHUNK = 32 << 20
 _HUGE = 2 << 20
 
 _ROWS = 64
-_MIN_LARGEST = 2.0**-100
 PANEL = 16
 _PADDED = 2 * PANEL
 _ROTATED = 64  # inputs that rotated weights are padded to
@@ -103,49 +100,6 @@ def multiply_floats(
         outs.append(linear(part, weight, bias))
     out = outs[0] if len(outs) == 1 else torch.cat(outs)
     return out if len(out) == rows else out[:rows]
-
-
-def multiply_quantised(x: Tensor, blocks: QuantisedMatrix, bias: Tensor | None) -> Tensor:
-    """Multiply by quantised weights in torch operations, in the order of ``native/linear.h``."""
-    rows, outs, count = len(x), blocks.shape[0], x.shape[1] // QUANT_BLOCK
-    a, a_scale = _quantise_activations(x.view(rows, count, QUANT_BLOCK))
-    values = (blocks.values.float() - blocks.offset).view(outs, count, QUANT_BLOCK)
-    # Sums of a block are whole numbers below 2^24: exact in float32, in any order.
-    sums = torch.bmm(a.transpose(0, 1), values.permute(1, 2, 0))
-    a_sums = a_scale * a.sum(2)
-    total = torch.zeros(rows, outs)
-    for b in range(count):
-        scaled = sums[b] * blocks.scale[:, b] + 0.0  # no negative zero, as fma(sum, scale, 0)
-        total = _fma(scaled, a_scale[:, b, None].expand(rows, outs), total)
-        if blocks.minimum is not None:
-            total = _fma(blocks.minimum[:, b].expand(rows, outs), a_sums[:, b, None], total)
-    return total if bias is None else total + bias
-
-
-def _quantise_activations(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Whole numbers ``[rows, blocks, 32]`` and scales ``[rows, blocks]``."""
-    largest = x.abs().amax(2)
-    finite = x.isfinite().all(2)
-    scale = torch.where(finite & (largest >= _MIN_LARGEST), largest / 127, 0.0)
-    inverse = torch.where(scale > 0, 1 / scale, 0.0)
-    a = torch.where(finite[:, :, None], x, 0.0) * inverse[:, :, None]
-    return a.round(), torch.where(finite, scale, torch.nan)
-
-
-def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """``a * b + c``, rounded once to float32.
-
-    The product is exact in float64 and its sum is rounded to odd (Boldo and Melquiond 2008), so the
-    second rounding cannot change the result.
-    """
-    product, addend = a.double() * b.double(), c.double()
-    total = product + addend
-    part = total - product
-    error = (product - (total - part)) + (addend - part)
-    bits = total.view(torch.int64)
-    outwards = torch.where((error > 0) == (total > 0), 1, -1)
-    inexact = (error != 0) & error.isfinite() & (bits & 1 == 0)
-    return torch.where(inexact, bits + outwards, bits).view(torch.float64).float()
 
 
 @dataclass(frozen=True)
@@ -359,17 +313,10 @@ def multiply(x: Tensor, packed: PackedMatrix, bias: Tensor | None = None) -> Ten
         raise ValueError(f"bias is {found}, expected dense float32 [{packed.outs}]")
     if not len(x):
         return torch.empty(0, packed.outs)
-    if (native := library()) is not None:
-        matrix = packed.matrix()
-        if bias is not None:
-            matrix.bias = address(bias, "bias")
-        return multiply_natively(native, x, matrix)
-    weight = packed.unpacked
-    if isinstance(weight, QuantisedMatrix):
-        return multiply_quantised(x, weight, bias)
-    if isinstance(weight, RotatedMatrix):
-        return weight.multiply(x, bias)
-    return multiply_floats(x, weight, bias)
+    matrix = packed.matrix()
+    if bias is not None:
+        matrix.bias = address(bias, "bias")
+    return multiply_natively(library(), x, matrix)
 
 
 def _padded(rows: Tensor, multiple: int) -> Tensor:

@@ -12,8 +12,8 @@ The exact layout, with which any implementation gives the same bits:
 - ``g = float32(-log(-log(u)))``, both logarithms in float64.
 
 The compiled kernels take the logarithms of ``native/sampling.c``, which have the same bits on every
-machine. numpy's and a GPU's may differ from them in the last bit of a float64, and after rounding
-to float32 in about one of 10^8 values.
+machine. A GPU's may differ from them in the last bit of a float64, and after rounding to float32 in
+about one of 10^8 values.
 """
 
 from __future__ import annotations
@@ -29,9 +29,6 @@ from paceline.kernels._native import library
 
 _ROUNDS = 10
 _LOW = 0xFFFFFFFF
-_CHUNK = 8192  # ids per pass: the working arrays fit the L2 cache
-
-_U64 = NDArray[np.uint64]
 
 
 def philox(counter: tuple[Any, Any, Any, Any], key: tuple[int, int]) -> tuple[Any, Any, Any, Any]:
@@ -82,31 +79,6 @@ def check_range(seed: int, position: int) -> None:
 
 
 def _gumbel(seed: int, position: int, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-    native = library()
     out = np.empty(ids.size, dtype=np.float32)
-    if native is None:
-        for begin in range(0, ids.size, _CHUNK):
-            block = slice(begin, begin + _CHUNK)
-            out[block] = _slow_gumbel(_slow_mantissas(seed, position, ids[block]))
-        return out
-    native.paceline_gumbel(seed, position, ids.ctypes.data, ids.size, out.ctypes.data)
+    library().paceline_gumbel(seed, position, ids.ctypes.data, ids.size, out.ctypes.data)
     return out
-
-
-def _slow_mantissas(seed: int, position: int, ids: NDArray[np.int64]) -> _U64:
-    """The 52-bit integers k of token ids, in numpy."""
-    counter = (position & _LOW, position >> 32, (ids >> 1).astype(np.uint64), 0)
-    w0, w1, w2, w3 = philox(counter, (seed & _LOW, seed >> 32))
-    chosen: _U64 = np.where(ids & 1, w2 << 20 | w3 >> 12, w0 << 20 | w1 >> 12)
-    return chosen
-
-
-def _slow_gumbel(mantissas: _U64) -> NDArray[np.float64]:
-    u = mantissas.astype(np.float64)
-    u += 0.5
-    u *= 2.0**-52
-    np.log(u, out=u)
-    np.negative(u, out=u)
-    np.log(u, out=u)
-    np.negative(u, out=u)
-    return u

@@ -1,4 +1,4 @@
-"""The operations of programs: how PyTorch runs each, and its code in ``native/program.h``."""
+"""The operations of programs: how each runs on a GPU, and its code in ``native/program.h``."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from torch.nn.functional import pad
 from paceline.kernels.attention import tree_attention
 from paceline.kernels.caches import Plane
 from paceline.kernels.delta import DeltaPass
+from paceline.kernels.devices import kernels_for
 from paceline.kernels.program import Kind, Operation, Pass, PassResult, Program, Routing
 from paceline.kernels.rotated import IntSums
-from paceline.kernels.rows import clamped_gate, convolve_blocks, gelu_gate, row_kernels
+from paceline.kernels.rows import clamped_gate, convolve_blocks, gelu_gate
 from paceline.kernels.structures import Code
 from paceline.kernels.trees import ContextBlock, plan_trees, send
 
@@ -28,7 +29,7 @@ class OneByOne:
 
     def __init__(self, program: Program, call: Pass) -> None:
         self.program, self.call = program, call
-        self.kernels = row_kernels(call.plan.device)
+        self.kernels = kernels_for(call.plan.device).rows
         self.states = DeltaPass(call) if program.recurrent else None
         self.buffers: dict[int, Rows] = {}
         """Rows by the number of their buffer."""
@@ -262,9 +263,9 @@ class Implementation:
     """How an operation of one kind runs."""
 
     run: Callable[[OneByOne, Operation], Rows | None]
-    """By PyTorch: returns the rows of buffer ``op.out``; None if it has no such buffer."""
-    code: Code | None
-    """By the compiled kernels; None: they do not run it."""
+    """On a GPU: returns the rows of buffer ``op.out``; None if it has no such buffer."""
+    code: Code
+    """By the compiled kernels."""
 
 
 OPERATIONS: Mapping[Kind, Implementation] = {
@@ -283,7 +284,7 @@ OPERATIONS: Mapping[Kind, Implementation] = {
     Kind.ROUTE: Implementation(_route, Code.ROUTE),
     Kind.SPREAD: Implementation(_spread, Code.SPREAD),
     Kind.COMBINE: Implementation(_combine, Code.COMBINE),
-    Kind.CONVOLVE: Implementation(_convolve, None),
+    Kind.CONVOLVE: Implementation(_convolve, Code.CONVOLVE),
     Kind.DELTA: Implementation(_delta, Code.DELTA),
     Kind.SIGMOID_GATE: Implementation(_sigmoid_gate, Code.SIGMOID_GATE),
 }

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from paceline.kernels.attention import Probe
 from paceline.kernels.caches import KVCacheView
 from paceline.kernels.delta import Delta
-from paceline.kernels.dense import Probe
 from paceline.kernels.rows import Norm
 from paceline.kernels.trees import TreePlan
 
@@ -153,7 +153,7 @@ class Operation:
     """Layer of the caches, probes and taps that it uses."""
 
     window: int = 0
-    """Newest positions that ATTEND or ATTEND_CONTEXT reads; 0: all."""
+    """Newest positions that ATTEND or ATTEND_CONTEXT reads, 0 for all; those of CONVOLVE."""
 
     table: Tensor | PackedMatrix | None = None
     """Embedding ``[V, hidden]`` of EMBED, float32 or bfloat16, or packed; weights of the channels
@@ -412,7 +412,7 @@ class Recorder:
         """:func:`~paceline.kernels.rows.convolve_blocks` of the plan's blocks, all as long."""
         return self._add(
             Kind.CONVOLVE, self._buffers[x].width, Extent.SLICE, source=x, delta=weights,
-            table=base, layer=which,
+            table=base, layer=which, window=len(base),
         )  # fmt: skip
 
     def add(self, x: int, delta: int, factor: float = 1.0) -> None:

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from paceline.kernels import triton
 from paceline.kernels._native import address, library
+from paceline.kernels.devices import kernels_for
 from paceline.kernels.structures import MAX_ROTATED_INS, MAX_ROTATION
 
 LARGEST = 127.0
@@ -77,29 +77,12 @@ def quantise_rows(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
         int8 ``[rows, ins]`` and the factors to multiply it with, float32 ``[rows]``: NaN, with
         zeros, for a row with values that are not finite. A row depends on nothing else.
     """
-    if triton.runs_on(x.device):
-        from paceline.kernels.triton.products import quantise_rotated
-
-        return quantise_rotated(x, size, LARGEST, SMALLEST)
-    if x.device.type == "cpu" and (native := library()) is not None and len(x):
-        parts = x.split(max(1, _CHUNK // x.shape[1]))
-        found = [quantise_rows_natively(native, part, size) for part in parts]
-        values, scales = zip(*found, strict=True)
-        return torch.cat(values), torch.cat(scales)
-    return quantise_rows_in_torch(x, size)
-
-
-def quantise_rows_in_torch(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """:func:`quantise_rows` by torch, on any device: the definition."""
-    turned = rotate(x.float(), size)
-    largest = turned.abs().amax(1, keepdim=True)
-    finite = largest.isfinite()
-    largest = largest.clamp_min(SMALLEST)
-    # Not LARGEST / largest, which PyTorch computes as a product with the reciprocal.
-    inverse = torch.div(torch.full_like(largest, LARGEST), largest)
-    values = torch.where(finite, (turned * inverse).round(), 0.0).to(torch.int8)
-    scale = torch.where(finite, torch.div(largest, torch.full_like(largest, LARGEST)), torch.nan)
-    return values, scale[:, 0]
+    if not x.is_cpu:
+        return kernels_for(x.device).quantise_rows(x, size)
+    parts = x.split(max(1, _CHUNK // x.shape[1]))
+    found = [quantise_rows_natively(library(), part, size) for part in parts]
+    values, scales = zip(*found, strict=True)
+    return torch.cat(values), torch.cat(scales)
 
 
 def quantise_rows_natively(native: ctypes.CDLL, x: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -225,9 +208,7 @@ def scale_sums(
     Returns:
         ``[M, N]``.
     """
-    if triton.runs_on(sums.device):
-        from paceline.kernels.triton.products import scaled_sums
-
-        return scaled_sums(sums, rows, outs, bias, dtype)
+    if not sums.is_cpu:
+        return kernels_for(sums.device).scale_sums(sums, rows, outs, bias, dtype)
     wide = sums[: len(rows), : len(outs)].float() * rows[:, None] * outs
     return (wide if bias is None else wide + bias).to(dtype)

@@ -7,18 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, pad, silu
+from torch.nn.functional import gelu, pad
 
-from paceline.kernels import triton
-from paceline.kernels.caches import Plane, write
+from paceline.kernels.caches import Plane
 from paceline.kernels.rotated import IntSums
 from paceline.kernels.trees import TreePlan
-
-G = TypeVar("G", Tensor, Tensor | None)
 
 
 @dataclass(frozen=True)
@@ -83,71 +80,6 @@ class RowKernels(Protocol):
         ...
 
 
-def _scaled(given: G | IntSums) -> G | Tensor:
-    return given.scaled() if isinstance(given, IntSums) else given
-
-
-class TorchRows:
-    """The row operations in torch operations, on any device."""
-
-    scale_sums = False
-
-    def add_norm(
-        self, x: Tensor, delta: Tensor | IntSums | None, norm: Norm, dtype: torch.dtype
-    ) -> Tensor:
-        """See :class:`RowKernels`."""
-        delta = _scaled(delta)
-        if delta is not None:
-            x += delta
-        return normalised(x, norm).to(dtype)
-
-    def gate(self, gate_up: Tensor | IntSums) -> Tensor:
-        """See :class:`RowKernels`."""
-        gate_up = _scaled(gate_up)
-        gate, up = gate_up.float().chunk(2, dim=-1)
-        return silu(gate).mul_(up).to(gate_up.dtype)
-
-    def rotate(
-        self,
-        heads: Tensor | IntSums,
-        norms: tuple[Norm, Norm] | None,
-        table: Tensor,
-        plan: TreePlan,
-        keys: Sequence[Plane],
-        values: Sequence[Plane],
-    ) -> Tensor:
-        """See :class:`RowKernels`."""
-        heads = _scaled(heads)
-        dim, kv_heads = table.shape[1], keys[0].shape[0]
-        heads = heads[: plan.rows].view(plan.rows, -1, dim)
-        q_heads = heads.shape[1] - 2 * kv_heads
-        q, k, v = heads.split((q_heads, kv_heads, kv_heads), dim=1)
-        q, k = q.float(), k.float()
-        if norms is not None:
-            q, k = normalised(q, norms[0]), normalised(k, norms[1])
-        factors = plan.torch.factors.get(table.data_ptr())
-        if factors is None:
-            cos, sin = table[plan.positions].unsqueeze(1).chunk(2, dim=-1)
-            factors = (torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1))
-            plan.torch.factors[table.data_ptr()] = factors
-        q, k = _rotated(q, factors), _rotated(k, factors)
-        k, v = k.transpose(0, 1), v.transpose(0, 1)
-        for block, row in zip(plan.blocks, plan.offsets, strict=False):
-            start, count = block.start, block.length
-            write(keys[block.sequence], start, k.narrow(1, row, count))
-            write(values[block.sequence], start, v.narrow(1, row, count))
-        return q
-
-
-def row_kernels(device: torch.device | str) -> RowKernels:
-    """The row kernels of a device; "meta" stands for a GPU that is not there."""
-    if triton.runs_on(device):
-        from paceline.kernels.triton.backend import TritonRows
-
-        return TritonRows()
-    return TorchRows()
-
-
 def gelu_gate(gate_up: Tensor) -> Tensor:
     """``gelu(gate) * up`` for ``[M, 2 width]``, gates first, with GELU in its form with tanh."""
     gate, up = gate_up.float().chunk(2, dim=-1)
@@ -170,12 +102,6 @@ def normalised(x: Tensor, norm: Norm) -> Tensor:
     scale = length.square_().mul_(1.0 / x.shape[-1]).add_(norm.eps).rsqrt_()
     scaled: Tensor = x * scale
     return scaled.mul_(norm.weight)
-
-
-def _rotated(heads: Tensor, factors: tuple[Tensor, Tensor]) -> Tensor:
-    cos, sin = factors
-    swapped = heads.roll(heads.shape[-1] // 2, -1)
-    return (heads * cos).addcmul_(swapped, sin)
 
 
 def convolve_blocks(x: Tensor, base: Tensor, own: Tensor, which: int) -> Tensor:

@@ -37,8 +37,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.kernels import triton
 from paceline.kernels._native import address, library
+from paceline.kernels.devices import kernels_for
 from paceline.kernels.noise import check_range, gumbel_noise_at, philox
 from paceline.kernels.trees import send
 
@@ -54,12 +54,6 @@ _MAX_PENALTY = 2.0**40
 Edits = list[tuple[NDArray[np.int64], NDArray[np.float32]]]
 """Changes of a row, one after the other: different token ids, with what divides their positive
 logits and multiplies negative ones; what is subtracted; what is added."""
-
-LOG2_E = 1549082005
-"""log2(e) in units of 2^-30."""
-
-EXP2_TERMS = (123394, 1386885, 10304738, 59591844, 257940802, 744261112, 1 << 30)
-"""2^-f = c0 - f (c1 - f (c2 - ...)) within 2^-26 for f from 0 to 1: c6 to c0 in units of 2^-30."""
 
 _DRAFT, _ACCEPT, _RESIDUAL = range(3)
 _SUM_TOLERANCE = 1e-3
@@ -260,14 +254,11 @@ def choose_token(logits: Tensor, params: SamplingParams, position: int, history:
 
 
 def _choose(logits: Tensor, params: SamplingParams, position: int) -> int | None:
-    """The choice by the compiled kernels, in a fraction of the time; None: they do not decide it,
-    because there are none or because logits are not finite."""
-    native = library()
-    if native is None:
-        return None
+    """The choice by the compiled kernels, in a fraction of the time; None if logits are not
+    finite."""
     check_range(params.seed, position)
     dense = logits.float().contiguous()
-    token: int = native.paceline_choose(
+    token: int = library().paceline_choose(
         address(dense, "logits"), dense.numel(), params.temperature,
         math.log(params.min_p) if params.min_p > 0 else -math.inf,
         min(params.top_k, dense.numel()), params.top_p, params.seed, position,
@@ -312,17 +303,12 @@ def _accept_drafts(
     positions: Sequence[int],
 ) -> None:
     """Replace the tokens of rows by those of rejection sampling from their filtered scores."""
-    if triton.runs_on(scores.device):
-        from paceline.kernels.triton.backend import accept_drafts
-
+    if not scores.is_cpu:
         records = _draft_records(drafted, seeds, positions, scores.shape[1])
-        accept_drafts(scores, tokens, *records)
+        kernels_for(scores.device).accept_drafts(scores, tokens, *records)
         return
-    found = [
-        _accept_or_resample(scores[row].cpu(), seed, position, *drafted[row])
-        for row, seed, position in zip(drafted, seeds, positions, strict=True)
-    ]
-    tokens[send(torch.tensor([*drafted]), tokens.device)] = send(torch.tensor(found), tokens.device)
+    for row, seed, position in zip(drafted, seeds, positions, strict=True):
+        tokens[row] = resampled(scores[row], seed, position, *drafted[row])
 
 
 def _draft_records(
@@ -365,16 +351,14 @@ def perturbed_logits(
     Returns:
         float32 ``[R, V]`` on the device of the logits; -inf for tokens that a filter removes.
     """
-    if triton.runs_on(logits.device):
-        from paceline.kernels.triton.backend import perturbed
-
-        return perturbed(logits, params, positions, ids)
+    if not logits.is_cpu:
+        return kernels_for(logits.device).perturb(logits, params, positions, ids)
     tokens = torch.arange(logits.shape[1]) if ids is None else ids
-    scores = torch.stack([_filtered(*each) for each in zip(logits.cpu(), params, strict=True)])
+    scores = torch.stack([_filtered(*each) for each in zip(logits, params, strict=True)])
     for row, each, position in zip(scores, params, positions, strict=True):
         if not each.greedy and position >= 0:
             row += gumbel_noise_at(each.seed, position, tokens)
-    return scores.to(logits.device)
+    return scores
 
 
 def edits(params: SamplingParams, history: History) -> Edits:
@@ -467,7 +451,7 @@ def _largest(values: Tensor) -> int:
 
 def _likeliest(values: Tensor, count: int) -> Tensor:
     """Ids of the ``count`` largest of float32 ``[n]`` values, best first, ties by lower id."""
-    if library() is None or values.numpy().min() == -math.inf:
+    if values.numpy().min() == -math.inf:
         return _ranked(values, count)[:count]
     return best_candidates(values[None], count)[0][0]
 
@@ -524,30 +508,17 @@ def _weights(values: Tensor) -> tuple[NDArray[np.int64], int]:
     so that every device finds the same nucleus. ``native/sampling.c`` and the Triton kernels
     compute the same. If all x are minus infinity, all weights are 0.
     """
-    native = library()
-    if native is None:
-        below = values.max() - values
-        below = torch.where(below < 31.0, below, 31.0)
-        octaves = (below * 2.0**25).to(torch.int64).numpy() * LOG2_E >> 25
-        fraction, sums = octaves & (1 << 30) - 1, np.zeros_like(octaves)
-        for term in EXP2_TERMS:
-            sums = term - (sums * fraction >> 30)
-        weights = sums << 10 >> (octaves >> 30)
-        return weights, int(weights.sum())
     dense = values.contiguous()
     weights = np.empty(dense.numel(), np.int64)
     at = address(dense, "logits")
-    return weights, native.paceline_weights(at, dense.numel(), weights.ctypes.data)
+    return weights, library().paceline_weights(at, dense.numel(), weights.ctypes.data)
 
 
 def _logsumexp(values: Tensor) -> float:
     """Log of the sum of exponentials of float32 ``[n]``."""
-    native = library()
-    if native is None:
-        return float(values.double().logsumexp(0))
     dense, memory = values.contiguous(), np.empty(values.numel(), np.float32)
     at = address(dense, "logits")
-    total: float = native.paceline_logsumexp(at, dense.numel(), memory.ctypes.data)
+    total: float = library().paceline_logsumexp(at, dense.numel(), memory.ctypes.data)
     return total
 
 
@@ -557,7 +528,8 @@ def best_candidates(
     """The largest scores of each row, as the softmax of the row sees them.
 
     Args:
-        logits: Float ``[R, V]``; the scores, if there is no noise.
+        logits: Float ``[R, V]``; the scores, if there is no noise. On the CPU they are read as
+            float32.
         width: Candidates of a row, at most V.
         temperature: Scores are ``logits / temperature + noise``.
         noise: float32 ``[V]`` on the CPU, as are the logits then.
@@ -566,21 +538,14 @@ def best_candidates(
         Ids, int64 ``[R, width]``, best first, and the logs of their softmax, ``[R, width]``; on the
         device of ``logits``. Ids with log -inf are arbitrary.
     """
-    if triton.runs_on(logits.device):
-        from paceline.kernels.triton.candidates import best_of_rows
-
-        return best_of_rows(logits, width)
-    native = library() if logits.device.type == "cpu" else None
-    if native is None or logits.dtype is not torch.float32 or logits.stride(1) != 1:
-        scores = logits if noise is None else logits / temperature + noise
-        # Logs only after the top-k: rounding could make two scores equal.
-        ids = scores.topk(width).indices
-        return ids, scores.log_softmax(-1).gather(1, ids)
+    if not logits.is_cpu:
+        return kernels_for(logits.device).best_candidates(logits, width)
+    logits = logits.float() if logits.stride(1) == 1 else logits.float().contiguous()
     rows, count = logits.shape
     ids = torch.empty(rows, width, dtype=torch.int64)
     logs = torch.empty(rows, width)
     both = None if noise is None else torch.cat([noise, noise])  # and memory for the scores
-    native.paceline_candidates(
+    library().paceline_candidates(
         address(logits, "logits"), logits.stride(0), rows, count, width,
         temperature, None if both is None else both.data_ptr(), ids.data_ptr(), logs.data_ptr(),
     )  # fmt: skip
@@ -675,12 +640,10 @@ def accept_or_resample(
         proposal: The distribution it was drawn from.
     """
     scores = filter_logits(logits, params, history)
-    return _accept_or_resample(scores, params.seed, position, drafted, proposal)
+    return resampled(scores, params.seed, position, drafted, proposal)
 
 
-def _accept_or_resample(
-    scores: Tensor, seed: int, position: int, drafted: int, proposal: Proposal
-) -> int:
+def resampled(scores: Tensor, seed: int, position: int, drafted: int, proposal: Proposal) -> int:
     """:func:`accept_or_resample` of filtered logits over temperature."""
     p = scores.double().softmax(0).numpy()
     q = np.zeros_like(p)

@@ -59,6 +59,7 @@ class Code(IntEnum):
     COMBINE = 14
     DELTA = 15
     SIGMOID_GATE = 16
+    CONVOLVE = 17
 
 
 class Products(IntEnum):

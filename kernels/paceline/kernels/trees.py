@@ -193,17 +193,6 @@ class EqualBlocks(Sequence[QueryBlock]):
 
 
 @dataclass
-class TorchTables:
-    """What operations of PyTorch compute once per plan."""
-
-    hidden: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
-    """Masks of the keys that the nodes of a block do not see, by block and window."""
-
-    factors: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """Factors of rotations, by the address of their table."""
-
-
-@dataclass
 class TreePlan:
     """All query blocks of one forward pass, packed row after row."""
 
@@ -235,9 +224,6 @@ class TreePlan:
 
     native: dict[int, NativeTables] = field(default_factory=dict, repr=False)
     """Tables of the compiled kernels, by query heads per kv head."""
-
-    torch: TorchTables = field(default_factory=TorchTables, repr=False)
-    """What operations of PyTorch compute once per plan."""
 
     triton: PlanTables | None = field(default=None, repr=False)
     """Tables of the Triton kernels; None: none so far."""

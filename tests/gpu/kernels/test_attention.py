@@ -11,8 +11,8 @@ from torch import Tensor
 
 from paceline.bench.gpu.cases import PAGE, Case, make_case
 from paceline.kernels import PagedPlane, Probe, QueryBlock, tree_attention
+from paceline.kernels.attention import AttentionCall, record_scores
 from paceline.kernels.caches import span
-from paceline.kernels.dense import AttentionCall, record_scores
 
 pytestmark = pytest.mark.gpu
 

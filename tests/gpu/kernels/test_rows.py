@@ -7,17 +7,18 @@ import torch
 from torch import Tensor
 
 from paceline.bench.gpu.cases import Case, make_case
-from paceline.kernels import Norm
+from paceline.bench.reference import ReferenceRows
+from paceline.kernels import Norm, kernels_for
 from paceline.kernels.caches import span
 from paceline.kernels.rotated import DOWN_SIZE, RotatedMatrix, quantise_rows
-from paceline.kernels.rows import RowKernels, TorchRows, row_kernels
+from paceline.kernels.rows import RowKernels
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("width", [64, 320, 4096, 5120])
 def test_norms_and_gates(device: torch.device, width: int) -> None:
-    ours, plain = row_kernels(device), TorchRows()
+    ours, plain = kernels_for(device).rows, ReferenceRows()
     x = torch.randn(37, width, device=device)
     delta = torch.randn(37, width, device=device).bfloat16()
     norm = Norm(torch.randn(width, device=device), 1e-5)
@@ -51,8 +52,10 @@ def test_products_of_8_bit_integers(device: torch.device, ins: int, outs: int, r
 def test_rotation_and_kv_writes(device: torch.device, dim: int, paged: bool) -> None:
     case = make_case(device, [0, 300, 2047], [5, 64, 1], (8, 2), dim, torch.float32, paged=paged)
     heads = torch.randn(case.plan.rows, 12 * dim, device=device)
-    right = turned(TorchRows(), heads, case, dim)
-    for found, expected in zip(turned(row_kernels(device), heads, case, dim), right, strict=True):
+    right = turned(ReferenceRows(), heads, case, dim)
+    for found, expected in zip(
+        turned(kernels_for(device).rows, heads, case, dim), right, strict=True
+    ):
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.kernels import attention
+from paceline.kernels import devices
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
@@ -79,7 +79,6 @@ def products_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def triton_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU runs what a GPU would, from here on."""
-    from paceline.kernels.triton.backend import TritonBackend, TritonRows
+    from paceline.kernels.triton.backend import TritonBackend
 
-    monkeypatch.setitem(attention.LOADED, "cpu", TritonBackend())
-    monkeypatch.setattr("paceline.kernels.operations.row_kernels", lambda device: TritonRows())
+    monkeypatch.setitem(devices.LOADED, "cpu", TritonBackend())

@@ -31,9 +31,9 @@ from paceline.drafter.growth.graphs import DraftGraphs
 from paceline.drafter.methods import method_class
 from paceline.drafter.methods.base import Resources
 from paceline.drafter.methods.longspec.drafter import GPU_TREE
-from paceline.kernels import attention, operations
+from paceline.kernels import devices
 from paceline.kernels.triton import ahead
-from paceline.kernels.triton.backend import TritonBackend, TritonRows
+from paceline.kernels.triton.backend import TritonBackend
 from paceline.verifier.kv.base import KvLayout
 from paceline.verifier.kv.pool import PagePool
 
@@ -93,8 +93,7 @@ def drafter(method: str) -> None:
 
 def launch_on_cpu() -> None:
     """From here on the CPU launches the kernels of a GPU."""
-    attention.LOADED["cpu"] = TritonBackend()
-    operations.row_kernels = lambda device: TritonRows()
+    devices.LOADED["cpu"] = TritonBackend()
 
 
 @ahead.Kernel

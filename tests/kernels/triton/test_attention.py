@@ -14,6 +14,7 @@ from reference import reference_attention
 from torch import Tensor
 from triton_cases import MILLION, check, draw_caches, in_far_pages, in_pages, run
 
+from paceline.bench.reference import ReferenceKernels
 from paceline.kernels import (
     Context,
     Heads,
@@ -23,11 +24,11 @@ from paceline.kernels import (
     Probe,
     QueryBlock,
     Recorder,
-    attention,
+    devices,
     plan_trees,
 )
+from paceline.kernels.attention import AttentionCall, record_scores
 from paceline.kernels.caches import Plane
-from paceline.kernels.dense import AttentionCall, DenseBackend, record_scores
 from paceline.kernels.operations import run_one_by_one
 
 HEADS = [(2, 2, 64), (8, 2, 80), (7, 1, 96), (5, 1, 128), (1, 1, 256), (40, 1, 64)]
@@ -80,7 +81,7 @@ def test_the_largest_tree_over_many_chunks() -> None:
 
 def test_paths_that_only_the_device_knows_are_those_of_the_same_trees() -> None:
     """In the tables of both backends, for starts in all parts of a mask."""
-    from paceline.kernels.dense import _hidden
+    from paceline.kernels.attention import _hidden
     from paceline.kernels.triton.plan import PlanTables
 
     parents = [(-1, -1, 0, 0, 1, 2, 4, 2), (-1, -1, 1, 0, 0, 3, 2, 4), (-1, -1, 1, 1, 1, 2, 2, 2)]
@@ -242,8 +243,8 @@ def test_blocks_of_all_lengths_over_a_context_share_a_kernel(
         inputs, table = torch.randn(length + 3, 64), torch.ones(64, 16)
         call = Pass(None, plan, caches, table, taps=[0], contexts=contexts, inputs=inputs)
         found = []
-        for each in (backend.TritonBackend(), DenseBackend()):
-            monkeypatch.setitem(attention.LOADED, "cpu", each)
+        for each in (backend.TritonBackend(), ReferenceKernels()):
+            monkeypatch.setitem(devices.LOADED, "cpu", each)
             found.append(run_one_by_one(recording, call).taps[0])
         torch.testing.assert_close(*found, atol=5e-3, rtol=5e-3)
     assert len(shapes) == 1

@@ -43,7 +43,7 @@ from paceline.drafter.kv.cuda import CudaKv, CudaStates
 from paceline.drafter.kv.mapped import CacheFile
 from paceline.drafter.methods import method_class
 from paceline.drafter.methods.base import Budget, GenerationInfo, Resources, Update
-from paceline.kernels import attention
+from paceline.kernels import devices
 from paceline.kernels.caches import write
 from paceline.kv.cuda import close_unused
 from paceline.verifier.kv.base import KvLayout, TapLayout, Taps
@@ -185,10 +185,9 @@ def on_triton(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[bool]]:
     """
 
     def use(drafter: Any) -> list[bool]:
-        from paceline.kernels.triton.backend import TritonBackend, TritonRows
+        from paceline.kernels.triton.backend import TritonBackend
 
-        monkeypatch.setitem(attention.LOADED, "cpu", TritonBackend())
-        monkeypatch.setattr("paceline.kernels.operations.row_kernels", lambda device: TritonRows())
+        monkeypatch.setitem(devices.LOADED, "cpu", TritonBackend())
         heads = getattr(drafter.layers, "heads", None)
         if (head := getattr(heads, "_markov", None)) is not None:
             heads._w2 = SimpleNamespace(weight=head.markov_w2.weight, packed=None)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from launches import Launches
+from plain_layers import keep_plain
 from torch import Tensor
 from triton_cases import Waits
 
@@ -25,8 +26,7 @@ from paceline.decoder.experts import Experts
 from paceline.decoder.graphs import FIXED_SHAPES, SHAPES
 from paceline.decoder.layer import layer_shapes
 from paceline.decoder.products import FIXED_ROWS, FixedProducts
-from paceline.kernels import PagedPlane, QueryBlock, attention, plan_trees, rotated
-from paceline.kernels._native import CpuKernels
+from paceline.kernels import PagedPlane, QueryBlock, plan_trees, rotated
 from paceline.kv.selection import AttentionScores, PageScores, Rows
 from paceline.tree import EMPTY, TokenTree
 from paceline.verifier.engine.batch import Batch, BatchObserver
@@ -73,16 +73,14 @@ def test_padded_batches_give_what_the_plain_decoder_gives(
         [QueryBlock(1, 5, (-1, 0, 0), 3), QueryBlock(0, 9, None, 2)],
         [QueryBlock(1, 7, None, 1)],
     ]
-    before, logits = dict(attention.LOADED), []
+    logits = []
     for blocks in steps:
         tokens = torch.randint(50, (sum(block.length for block in blocks),)).tolist()
         found = runner.forward(tokens, blocks, [1, 2], taps=[1])
         assert found is not None
-        attention.LOADED.pop("cpu")
         expected = plain.forward(
             torch.tensor(tokens), plan_trees(blocks), caches, logit_rows=None, taps=[1]
         )
-        attention.LOADED.update(before)
         torch.testing.assert_close(found.logits, expected.logits, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(found.taps[0], expected.taps[0], atol=1e-4, rtol=1e-4)
         logits.append(found.logits)
@@ -468,7 +466,6 @@ def test_products_of_integers_give_what_torch_gives(
     torch.testing.assert_close(found.logits, wanted.logits, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.bits
 @pytest.mark.usefixtures("triton_on_cpu", "products_of_a_gpu")
 def test_a_row_whose_heads_share_a_norm_has_the_same_bits_alone_and_beside_others(
     pool: PagePool,
@@ -511,8 +508,7 @@ def test_a_mixture_of_experts_can_be_captured(
         torch.tensor(tokens), plan_trees(blocks), [LocalCache(MIXTURE)], logit_rows=None
     )
     request.getfixturevalue("triton_on_cpu")
-    none = CpuKernels("none", None, "")
-    monkeypatch.setattr("paceline.decoder.weights.cpu_kernels", lambda: none)
+    keep_plain(monkeypatch)
     decoder = make_decoder(MIXTURE)
     for layer in decoder._layers:
         for experts in (layer.gate_up, layer.down):

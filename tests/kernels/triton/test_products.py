@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from plain_layers import keep_plain
 from torch import Tensor
 from triton_cases import Waits
 
 from paceline.decoder.experts import Experts
 from paceline.decoder.weights import Linear
-from paceline.kernels._native import CpuKernels
 from paceline.kernels.rotated import block_size, quantise_rows, scale_sums
 
 EXPERTS, OUTS, INS = 5, 70, 48
@@ -91,8 +91,7 @@ def test_a_layer_of_experts_can_be_captured(
     monkeypatch: pytest.MonkeyPatch, experts: tuple[Tensor, Tensor]
 ) -> None:
     """On every GPU and in every type; PyTorch's grouped products copy to the host on most."""
-    none = CpuKernels("none", None, "")
-    monkeypatch.setattr("paceline.decoder.weights.cpu_kernels", lambda: none)
+    keep_plain(monkeypatch)
     weights, biases = experts
     layers = Experts([Linear(w, b) for w, b in zip(weights, biases, strict=True)])
     chosen, x = torch.tensor(ROUTES["a tile and a row"]), torch.randn(66, INS)

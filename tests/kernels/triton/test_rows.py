@@ -6,9 +6,9 @@ import pytest
 import torch
 from triton_cases import MILLION, in_far_pages, in_pages
 
+from paceline.bench.reference import ReferenceRows
 from paceline.kernels import Norm, QueryBlock, plan_trees
 from paceline.kernels.rotated import IntSums
-from paceline.kernels.rows import TorchRows
 
 
 def make_norm(width: int) -> Norm:
@@ -24,7 +24,7 @@ def test_norms_add_in_place_and_agree(delta_dtype: torch.dtype | None) -> None:
     delta = None if delta_dtype is None else torch.randn(3, 320).to(delta_dtype)
     ours, theirs = x.clone(), x.clone()
     found = TritonRows().add_norm(ours, delta, norm, torch.float16)
-    expected = TorchRows().add_norm(theirs, delta, norm, torch.float16)
+    expected = ReferenceRows().add_norm(theirs, delta, norm, torch.float16)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(ours, theirs)
 
@@ -33,7 +33,7 @@ def test_gates_agree() -> None:
     from paceline.kernels.triton.backend import TritonRows
 
     gate_up = torch.randn(3, 2 * 1100).half()
-    torch.testing.assert_close(TritonRows().gate(gate_up), TorchRows().gate(gate_up))
+    torch.testing.assert_close(TritonRows().gate(gate_up), ReferenceRows().gate(gate_up))
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -84,7 +84,7 @@ def test_queries_turn_and_keys_and_values_go_to_their_slots(
     norms = (make_norm(dim), make_norm(dim)) if has_norms else None
     table = torch.randn(64, dim)
     outs, filled = [], []
-    for rows in (TritonRows(), TorchRows()):
+    for rows in (TritonRows(), ReferenceRows()):
         empty = [torch.zeros(kv_heads, block.stop + 2, dim) for block in blocks]
         keys, values = empty, [each.clone() for each in empty]
         if page_size:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from paceline.bench import reference
 from paceline.bench.gpu import decoder, drafts, kernels, services
 from paceline.bench.record import commit, describe
 
@@ -51,6 +52,8 @@ def main() -> int:
         return 2
     names = args.only or list(MEASUREMENTS)
     if args.output is None:  # in this process, whose output has the results
+        if args.device == "cpu":
+            reference.register()
         for name in names:
             torch.manual_seed(args.seed)
             MEASUREMENTS[name][0](torch.device(args.device))

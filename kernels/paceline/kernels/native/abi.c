@@ -237,6 +237,7 @@ static const struct {
               LIMIT(COMBINE),
               LIMIT(DELTA),
               LIMIT(SIGMOID_GATE),
+              LIMIT(CONVOLVE),
               LIMIT(CHAINS),
               LIMIT(TILES),
               LIMIT(DOTS)};

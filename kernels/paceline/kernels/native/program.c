@@ -200,6 +200,10 @@ static void chain_rows(State *s) {
       return;
     }
     if (o->kind == ATTEND || o->kind == ATTEND_CONTEXT || o->kind == DELTA) return;
+    if (o->kind == CONVOLVE) { /* reads other rows: a stage of its own */
+      s->stop += s->stop == s->at;
+      return;
+    }
     if (o->kind == ROTATE) {
       if (layer >= 0) return; /* the state shows the caches of one layer */
       show_caches(s, s->run->caches, layer = o->layer);
@@ -337,6 +341,13 @@ static void run_row(const State *s, const Operation *o, int64_t row) {
     case SIGMOID_GATE: {
       const int64_t wide = s->program->buffer[o->delta].width;
       sigmoid_gate_row(in, rows_of(s, o->delta) + (row + 1) * wide - width, width);
+      break;
+    }
+    case CONVOLVE: {
+      const int64_t wide = s->program->buffer[o->delta].width, groups = wide / (2 * o->window);
+      convolve_row(in, o->weight, rows_of(s, o->delta) + row * wide + o->layer * wide / 2,
+                   o->window, groups, row % r->block->length, rows_of(s, o->out) + row * width,
+                   width);
       break;
     }
     case CAP: cap_row(in, (float)o->factor, width); break;
@@ -492,6 +503,7 @@ static void check_widths(const Program *p, const Operation *o) {
     case ATTEND_CONTEXT: CHECK(in == p->q_heads * p->dim && out == in); break;
     case GATE: CHECK(in == 2 * out); break;
     case SIGMOID_GATE: CHECK(delta >= in); break;
+    case CONVOLVE: CHECK(o->window > 0 && delta % (2 * o->window) == 0 && out == in); break;
     case TAP: CHECK(in == p->buffer[p->operation->out].width); break;
     case SELECT:
     case SPREAD:
@@ -513,7 +525,7 @@ static void check_program(const Program *p) {
   }
   for (int64_t i = 0; i < p->operations; i++) {
     const Operation *o = p->operation + i;
-    CHECK(o->kind >= EMBED && o->kind <= SIGMOID_GATE && o->layer >= 0 && o->window >= 0);
+    CHECK(o->kind >= EMBED && o->kind <= CONVOLVE && o->layer >= 0 && o->window >= 0);
     CHECK(o->in >= 0 && o->in < p->buffers && o->delta >= 0 && o->delta < p->buffers);
     CHECK(o->out >= 0 && o->out < p->buffers);
     check_widths(p, o);

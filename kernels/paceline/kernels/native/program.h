@@ -26,7 +26,8 @@ enum {
   SPREAD,
   COMBINE,
   DELTA,
-  SIGMOID_GATE
+  SIGMOID_GATE,
+  CONVOLVE
 };
 
 /* One operation. Of the fields each kind uses some; `in`, `delta` and `out` are buffers.
@@ -52,10 +53,12 @@ enum {
  * - SPREAD: out = the rows of `in` in slots by the routes `delta`.
  * - COMBINE: out = the sum of a row's slots in `in` by the routes `delta`.
  * - DELTA: out = the outputs of the Delta `weight` over the states of `layer`; see delta.h.
- * - SIGMOID_GATE: in *= sigmoid of the last columns of `delta`. */
+ * - SIGMOID_GATE: in *= sigmoid of the last columns of `delta`.
+ * - CONVOLVE: out = the causal convolution of `in` over `window` rows of each block, which are all
+ * as long, by `weight` and the weights of convolution `layer` in `delta`; see rows.h. */
 typedef struct {
   int64_t kind, in, delta, out, layer;
-  int64_t window;            /* of attention; 0: none */
+  int64_t window;            /* of attention; 0: none; rows of CONVOLVE */
   int64_t q_heads, kv_heads; /* of `in` of ROTATE */
   int64_t bf16;              /* type of the table of EMBED */
   int64_t rope, whole;       /* of ROTATE */

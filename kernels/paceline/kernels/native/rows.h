@@ -61,6 +61,24 @@ INLINE void sigmoid_gate_row(float *x, const float *gate, int64_t width) {
     store_f32(x + i, load_f32(x + i) / (splat(1.0f) + exp_(-load_f32(gate + i))));
 }
 
+/* The newest row x [width] of a causal convolution over itself and the rows before it in memory,
+ * `before` of which are of its block (DFlash 2). base [size, width] and own [size, groups]: weights
+ * of channels and of their groups, the newest row's first. */
+INLINE void convolve_row(const float *x, const float *base, const float *own, int64_t size,
+                         int64_t groups, int64_t before, float *out, int64_t width) {
+  const int64_t group = width / groups;
+  for (int64_t i = 0; i < width; i += LANES) {
+    vec sum = splat(0.0f);
+    for (int64_t back = 0; back < size && back <= before; back++) {
+      float weights[LANES];
+      for (int l = 0; l < LANES; l++) weights[l] = own[back * groups + (i + l) / group];
+      sum +=
+          (load_f32(base + back * width + i) + load_f32(weights)) * load_f32(x - back * width + i);
+    }
+    store_f32(out + i, sum);
+  }
+}
+
 /* Heads of a model, and the norms of single queries and keys, or of all together if `whole`
  * (weights null: none). */
 typedef struct {

@@ -13,8 +13,8 @@ import triton
 from numpy.typing import NDArray
 from torch import Tensor
 
+from paceline.kernels.attention import AttentionCall, record_scores
 from paceline.kernels.caches import PagedPlane, Plane
-from paceline.kernels.dense import AttentionCall, record_scores
 from paceline.kernels.trees import TreePlan, send
 from paceline.kernels.triton.jit.attention import LOG2E, attend_items, merge_items, record_items
 from paceline.kernels.triton.jit.rows import (
@@ -37,6 +37,7 @@ from paceline.kernels.triton.jit.sampling import (
 )
 from paceline.kernels.triton.plan import MASK_ALIGN, MASK_WORDS, PlanTables, RowTables, WorkTables
 from paceline.kernels.triton.probes import ProbeTable
+from paceline.kernels.triton.products import multiply_by_experts, quantise_rotated, scaled_sums
 from paceline.kernels.triton.tiles import Tiling, little_shared_memory, part_row_bytes, programs
 
 if TYPE_CHECKING:
@@ -173,32 +174,6 @@ def _check_dtypes(dtypes: set[torch.dtype]) -> None:
             f"keys and values have the types {sorted(map(str, dtypes))}, expected one of "
             f"{', '.join(map(str, _DTYPES))} for all"
         )
-
-
-class TritonBackend:
-    """Split-KV attention over contiguous or paged caches, in two kernels.
-
-    Keys and values are of one type, float16, bfloat16 or float32; queries are rounded to it. A row
-    has the same bits in every batch, in a chain and in a tree (see
-    :mod:`paceline.kernels.triton.tiles`), except in trees whose paths only the device knows.
-    """
-
-    name = "triton"
-
-    def attend(self, call: AttentionCall) -> None:
-        """See :class:`paceline.kernels.AttentionBackend`."""
-        launch = Launch.of(call)
-        probed = ProbeTable.of(call.probes, call.plan, PlanTables.of(call.plan), launch.tiling)
-        target = call.out if call.out.is_contiguous() else torch.empty_like(call.out)
-        q, lse = call.q.contiguous(), call.lse
-        if lse is None and probed.wanted is not None:
-            lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-        launch.attend(q, probed, call.scale, target, lse, call.sinks)
-        if lse is not None and probed.wanted is not None:
-            launch.record(q, probed, call.scale, lse)
-        if target is not call.out:
-            call.out.copy_(target)
-        record_scores(call, probed.others)
 
 
 @dataclass(frozen=True)
@@ -473,15 +448,7 @@ def find_borders(logits: Tensor, record: Tensor) -> Tensor:
 def accept_drafts(
     scores: Tensor, tokens: Tensor, drafts: NDArray[np.int64], chances: NDArray[np.int64]
 ) -> None:
-    """Replace the tokens of rows with drafts by those of rejection sampling.
-
-    Args:
-        scores: Filtered logits over temperature, float32 ``[R, V]``, dense.
-        tokens: Their largest scores' ids, int64 ``[R]``; overwritten where there is a draft.
-        drafts: int64 ``[D, 5]``, see :func:`~paceline.kernels.triton.jit.sampling.sum_chances`.
-        chances: The probabilities of all drafts: place in ``[D, V]`` and the float32 bits, int64
-            ``[2, n]``.
-    """
+    """See :class:`paceline.kernels.DeviceKernels`."""
     count, vocab = len(drafts), scores.shape[1]
     flat = send(torch.from_numpy(np.concatenate([drafts, chances], axis=None)), scores.device)
     record, places, bits = flat.split([drafts.size, chances.shape[1], chances.shape[1]])
@@ -513,3 +480,42 @@ def sampling_record(
         for each in params
     ]
     return np.concatenate([integers, np.array(floats).view(np.int64)], 1)
+
+
+class TritonBackend:
+    """The kernels of a GPU. Attention is split-KV over contiguous or paged caches, in two.
+
+    Keys and values are of one type, float16, bfloat16 or float32; queries are rounded to it. A row
+    has the same bits in every batch, in a chain and in a tree (see
+    :mod:`paceline.kernels.triton.tiles`), except in trees whose paths only the device knows.
+    """
+
+    name = "triton"
+
+    rows = TritonRows()
+    quantise_rows = staticmethod(quantise_rotated)
+    scale_sums = staticmethod(scaled_sums)
+    multiply_by_experts = staticmethod(multiply_by_experts)
+    perturb = staticmethod(perturbed)
+    accept_drafts = staticmethod(accept_drafts)
+
+    def best_candidates(self, logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """See :func:`paceline.kernels.best_candidates`."""
+        from paceline.kernels.triton.candidates import best_of_rows
+
+        return best_of_rows(logits, width)
+
+    def attend(self, call: AttentionCall) -> None:
+        """Attend, and record what the call asks for."""
+        launch = Launch.of(call)
+        probed = ProbeTable.of(call.probes, call.plan, PlanTables.of(call.plan), launch.tiling)
+        target = call.out if call.out.is_contiguous() else torch.empty_like(call.out)
+        q, lse = call.q.contiguous(), call.lse
+        if lse is None and probed.wanted is not None:
+            lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+        launch.attend(q, probed, call.scale, target, lse, call.sinks)
+        if lse is not None and probed.wanted is not None:
+            launch.record(q, probed, call.scale, lse)
+        if target is not call.out:
+            call.out.copy_(target)
+        record_scores(call, probed.others)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.kernels.attention import AttentionCall
 from paceline.kernels.caches import PagedPlane
-from paceline.kernels.dense import AttentionCall
 from paceline.kernels.trees import TreePlan, send
 from paceline.kernels.triton.backend import Caches, TritonBackend
 

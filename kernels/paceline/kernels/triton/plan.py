@@ -23,7 +23,7 @@ import triton
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.kernels.dense import MAX_PROBES, ProbedBlock
+from paceline.kernels.attention import MAX_PROBES, ProbedBlock
 from paceline.kernels.trees import (
     MAX_TREE_NODES,
     EqualBlocks,

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.kernels.dense import MAX_PROBES, GraphProbes, Probe
+from paceline.kernels.attention import MAX_PROBES, GraphProbes, Probe
 from paceline.kernels.trees import TreePlan, send
 from paceline.kernels.triton.jit.attention import NONE
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paceline.decoder.config import UnsupportedModelError
 from paceline.decoder.weights import Checkpoint, Linear, Tensors, Weight
-from paceline.kernels import MAX_EXPERTS, triton
+from paceline.kernels import MAX_EXPERTS, kernels_for
 from paceline.kernels.quantised import check_finite, mxfp4
 
 _NAMES = {
@@ -154,10 +154,9 @@ class Experts:
 
         On a GPU the shapes of all calculations depend on the number of slots alone.
         """
-        if self._stacked is not None and triton.runs_on(x.device):
-            from paceline.kernels.triton.products import multiply_by_experts
-
-            return multiply_by_experts(x, self._stacked, self._bias, chosen)
+        if self._stacked is not None:
+            multiply = kernels_for(x.device).multiply_by_experts
+            return multiply(x, self._stacked, self._bias, chosen)
         numbers = torch.arange(len(self.experts), device=x.device)
         ends = torch.searchsorted(chosen, numbers, right=True)
         counts = ends.diff(prepend=ends.new_zeros(1)).tolist()

@@ -75,11 +75,6 @@ def check_batch_invariance(decoder: Decoder) -> BatchInvariance:
     (:func:`~paceline.kernels.why_bits_vary`), nothing is checked.
     """
     differs = why_bits_vary(decoder.device)
-    if not differs and decoder.device.type == "cpu" and decoder.native is None:
-        differs = (
-            "layers run on torch operations: the compiled kernels need widths that are multiples "
-            "of 16, and heads of at most 512"
-        )
     for find in (_rows_that_differ, _tree_that_differs, _attention_that_differs):
         differs = differs or find(decoder)
     if differs and decoder.device.type != "cpu":

@@ -53,7 +53,6 @@ from paceline.kernels import (
     TreePlan,
     choose_numerics,
 )
-from paceline.kernels.attention import preferred_backend
 from paceline.kernels.caches import MAX_GPU_WIDTH
 from paceline.kernels.executor import NativeProgram
 from paceline.kernels.linear import PackedMatrix
@@ -149,7 +148,10 @@ class Decoder:
         """In words, what is not in the format of weights that was asked for; empty: nothing."""
         self.rope = Rope(config, device)
         """Cosines and sines of positions."""
-        self._executor = Executor(self._record())
+        try:
+            self._executor = Executor(self._record())
+        except ValueError as error:
+            raise UnsupportedModelError(str(error)) from error
 
     def _load_layers(self, load: Callable[[int], DecoderLayer]) -> list[DecoderLayer]:
         """Load all layers: on a CPU one on each core, since most of it runs on one thread."""
@@ -223,8 +225,7 @@ class Decoder:
                 f"{found.path}: its attention scores have a soft cap, which is supported on the "
                 f"CPU; the device is {str(device)!r}"
             )
-        wide = config.head_dim > MAX_GPU_WIDTH and preferred_backend() != "dense"
-        if wide and torch.device(device).type == "cuda":
+        if config.head_dim > MAX_GPU_WIDTH and torch.device(device).type == "cuda":
             raise UnsupportedModelError(
                 f"{found.path}: its heads have {config.head_dim} elements, expected at most "
                 f"{MAX_GPU_WIDTH} on a GPU, whose shared memory holds no more; the device is "

@@ -19,12 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.kernels import cpu_kernels
 from paceline.kernels.linear import PackedMatrix
 
 _ALIGNMENT = 64
 _LENGTH_BYTES = 8
-_FORMAT = 6
+_LAYOUT = "packed 6"
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _MATRIX_FIELDS = ("format", "outs", "ins", "offset", "minima", "scales_f16", "rotation")
 
@@ -49,9 +48,9 @@ class PackedWeights:
         memory = mmap.mmap(file, 0, prot=mmap.PROT_READ)
         stop = _LENGTH_BYTES + int.from_bytes(memory[:_LENGTH_BYTES], "little")
         header = json.loads(memory[_LENGTH_BYTES:stop])
-        if header["layout"] != _layout():
+        if header["layout"] != _LAYOUT:
             raise ValueError(
-                f"the packed weights have the layout {header['layout']!r}, expected {_layout()!r}: "
+                f"the packed weights have the layout {header['layout']!r}, expected {_LAYOUT!r}: "
                 "both processes need the same version, and compiled kernels or none"
             )
         with warnings.catch_warnings():
@@ -81,7 +80,7 @@ def publish(weights: Mapping[str, Tensor | PackedMatrix]) -> int:
     descriptor, which the caller closes; mappings stay valid. Raises ``OSError``: memory is short.
     """
     entries, tensors, size = _entries(weights)
-    header = json.dumps({"layout": _layout(), "weights": entries}).encode()
+    header = json.dumps({"layout": _LAYOUT, "weights": entries}).encode()
     begin = _page_end(_LENGTH_BYTES + len(header))
     file = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -126,11 +125,6 @@ def _entries(
         fields = {name: getattr(weight, name) for name in _MATRIX_FIELDS} if packed else {}
         entries[name] = {"matrix": fields, "tensors": parts}
     return entries, tensors, at
-
-
-def _layout() -> str:
-    """What the bytes of a matrix mean; different without compiled kernels."""
-    return f"plain {_FORMAT}" if cpu_kernels().library is None else f"packed {_FORMAT}"
 
 
 def _name(dtype: torch.dtype) -> str:

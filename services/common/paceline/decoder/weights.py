@@ -17,7 +17,6 @@ from torch.nn.functional import linear
 from paceline.decoder.config import UnsupportedModelError
 from paceline.decoder.folder_files import one_line, read_object
 from paceline.formats import FLOATS
-from paceline.kernels import cpu_kernels
 from paceline.kernels.linear import (
     PackedMatrix,
     multiply,
@@ -421,7 +420,7 @@ class Linear:
         elif isinstance(weight, RotatedMatrix):
             self._int8 = weight
             self._bias = None if bias is None else bias.float().to(weight.scale.device)
-        elif weight.device.type == "cpu" and cpu_kernels().library is not None:
+        elif weight.device.type == "cpu":
             self.packed = pack(weight, bias, str(weight.dtype).removeprefix("torch."))
         else:
             self._weight = weight
@@ -474,8 +473,6 @@ class Linear:
         bias = self._bias if bias is None else bias
         if self._int8 is not None:
             return self._int8.multiply(x, None if bias is None else bias.float())
-        if x.device.type == "cpu":
-            return multiply_floats(x, self._weight, bias)
         if self.fixed_rows is not None:
             return multiply_floats(x, self._weight, bias, self.fixed_rows)
         return linear(x, self._weight, bias)

@@ -25,7 +25,6 @@ from paceline.decoder import (
 )
 from paceline.decoder.model import numerics_for
 from paceline.decoder.products import use_library_without_splits
-from paceline.kernels import backend_for
 from paceline.service.phases import phases
 from paceline.service.runtime import available_memory, trim
 from paceline.verifier.engine.engine import Engine
@@ -207,8 +206,6 @@ def why_no_graphs(decoder: Decoder) -> str:
     """Why steps of a model cannot be captured as CUDA graphs; empty if they can."""
     if decoder.device.type != "cuda":
         return "there is no GPU here"
-    if backend_for(decoder.device).name == "dense":
-        return "attention has no Triton kernels: Triton is missing, or PACELINE_ATTENTION is dense"
     return ""
 
 

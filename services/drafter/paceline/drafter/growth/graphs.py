@@ -558,12 +558,3 @@ def _fill(table: NDArray[Any], numbers: Sequence[int] | NDArray[Any]) -> None:
     """Writes the first rows of a table, and zeros to the others."""
     table[: len(numbers)] = numbers
     table[len(numbers) :] = 0
-
-
-def graphs_work_on(device: torch.device) -> bool:
-    """Whether drafts on a device can be captured: with the Triton kernels on a GPU."""
-    if device.type != "cuda":
-        return False
-    from paceline.kernels import backend_for
-
-    return backend_for(device).name != "dense"

@@ -16,7 +16,7 @@ from paceline.decoder import ModelSource, open_model
 from paceline.decoder.config import Rope
 from paceline.decoder.weights import Checkpoint
 from paceline.drafter.growth.device import DeviceGrowth
-from paceline.drafter.growth.graphs import DraftGraphs, GraphModel, graphs_work_on
+from paceline.drafter.growth.graphs import DraftGraphs, GraphModel
 from paceline.drafter.growth.host import HostGrowth, LevelModel
 from paceline.drafter.growth.native import NativeGrowth
 from paceline.drafter.growth.sequence import TreeGrowth
@@ -402,7 +402,7 @@ def target_growth(model: TargetModel, settings: TreeSettings) -> TreeGrowth:
         if (draft := model.native_draft(programs, ids)) is not None:
             preferred.append(NativeGrowth(draft, layers.rope, settings))
     if settings.device.type != "cpu":
-        kernels = graphs_work_on(settings.device)
+        kernels = settings.device.type == "cuda"
         graphs = DraftGraphs(model, settings) if kernels and model.captured else None
         growth = DeviceGrowth(model, settings, kernels=kernels, graphs=graphs)
         growth.warm_up()

@@ -1,0 +1,172 @@
+"""What a GPU runs in the place of the compiled CPU kernels, chosen once for a kind of device."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from paceline.kernels.attention import AttentionCall
+    from paceline.kernels.rows import RowKernels
+    from paceline.kernels.sampling import SamplingParams
+
+logger = logging.getLogger("paceline.kernels")
+
+BACKENDS = ("triton", "flash_attn")
+"""Packages that attend on GPUs."""
+
+VARIABLE = "PACELINE_ATTENTION"
+MIN_CAPABILITY = (8, 0)
+
+
+class DeviceKernels(Protocol):
+    """The kernels of a kind of device. None of them waits for the device."""
+
+    name: str
+    """Which of ``BACKENDS`` attends."""
+
+    @property
+    def rows(self) -> RowKernels:
+        """The row-wise operations."""
+        ...
+
+    def attend(self, call: AttentionCall) -> None:
+        """Write the attention of every packed row, and what the call asks for beside it."""
+
+    def quantise_rows(self, x: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """See :func:`paceline.kernels.rotated.quantise_rows`."""
+        ...
+
+    def scale_sums(
+        self, sums: Tensor, rows: Tensor, outs: Tensor, bias: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        """See :func:`paceline.kernels.rotated.scale_sums`."""
+        ...
+
+    def multiply_by_experts(
+        self, x: Tensor, weights: Tensor, bias: Tensor | None, chosen: Tensor
+    ) -> Tensor:
+        """Rows ``[n, ins]`` by matrices ``[experts, outs, ins]`` and biases ``[experts, outs]`` of
+        the same type: each by that of its expert, int64 ``[n]``, rising."""
+        ...
+
+    def perturb(
+        self,
+        logits: Tensor,
+        params: Sequence[SamplingParams],
+        positions: Sequence[int],
+        ids: Tensor | None,
+    ) -> Tensor:
+        """See :func:`paceline.kernels.perturbed_logits`."""
+        ...
+
+    def accept_drafts(
+        self, scores: Tensor, tokens: Tensor, drafts: NDArray[np.int64], chances: NDArray[np.int64]
+    ) -> None:
+        """Replace the tokens of rows with drafts by those of rejection sampling.
+
+        Args:
+            scores: Filtered logits over temperature, float32 ``[R, V]``, dense.
+            tokens: Their largest scores' ids, int64 ``[R]``; overwritten where there is a draft.
+            drafts: int64 ``[D, 5]``: row, token, seed, position, and the sum of the probabilities
+                as float64.
+            chances: The probabilities of all drafts: place in ``[D, V]`` and the float32 bits,
+                int64 ``[2, n]``.
+        """
+
+    def best_candidates(self, logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """See :func:`paceline.kernels.best_candidates`."""
+        ...
+
+
+LOADED: dict[str, DeviceKernels] = {}
+"""By type of device. Tests and measurements add reference kernels for "cpu"."""
+
+
+def kernels_for(device: torch.device | str) -> DeviceKernels:
+    """The kernels of a device.
+
+    Raises:
+        RuntimeError: There are none: on a CPU compiled programs run, and nothing but them.
+    """
+    kind = torch.device(device).type
+    if kind not in LOADED:
+        if kind != "cuda":
+            raise RuntimeError(f"there are no kernels for device type {kind!r}, expected 'cuda'")
+        LOADED[kind] = _cuda()
+    return LOADED[kind]
+
+
+def _cuda() -> DeviceKernels:
+    capability = torch.cuda.get_device_capability()
+    if capability < MIN_CAPABILITY:
+        logger.warning(
+            "%s has compute capability %d.%d: below 8.0 the attention kernels have no tensor cores "
+            "for bfloat16 and spill most of their registers, so steps take many times as long; "
+            "use a GPU from Ampere on, or --device cpu", torch.cuda.get_device_name(), *capability,
+        )  # fmt: skip
+    return cuda_kernels(preferred_backend())
+
+
+def cuda_kernels(name: str) -> DeviceKernels:
+    """The kernels of NVIDIA GPUs, with attention by one of ``BACKENDS``, or by Triton if its
+    package is missing, which is logged.
+
+    Raises:
+        RuntimeError: Triton cannot be imported. An ImportError in a module of this package is
+            raised as it is.
+    """
+    try:
+        import_module("triton")
+    except ImportError as error:
+        raise RuntimeError(
+            f"a GPU needs Triton, which cannot be imported ({error}): install paceline[cuda], or "
+            "use --device cpu"
+        ) from error
+    from paceline.kernels.triton.backend import TritonBackend
+
+    if name != "flash_attn":
+        return TritonBackend()
+    try:
+        import_module("flash_attn")
+    except ImportError as error:
+        logger.warning("%s is flash_attn: Triton attends, since %s", VARIABLE, error)
+        return TritonBackend()
+    from paceline.kernels.triton.flash import FlashAttention2
+
+    return FlashAttention2()
+
+
+def preferred_backend() -> str:
+    """What attends on GPUs: ``PACELINE_ATTENTION``, else Triton.
+
+    Raises:
+        RuntimeError: ``PACELINE_ATTENTION`` is not one of ``BACKENDS``.
+    """
+    requested = os.environ.get(VARIABLE) or BACKENDS[0]
+    if requested not in BACKENDS:
+        raise RuntimeError(f"{VARIABLE} is {requested!r}, expected one of {', '.join(BACKENDS)}")
+    return requested
+
+
+def why_bits_vary(device: torch.device | str) -> str:
+    """Why a row of attention may have other bits in a batch, a chain, a tree or a prompt than alone
+    behind its committed path; empty if it has the same.
+
+    On GPUs that is what the Triton kernels promise, for all models that they serve: sliding
+    windows, sinks, recorded scores, any group of heads and any width, and any cut of a prompt. They
+    do not promise it for the recorded scores themselves, from which drafters choose KV, and for
+    trees whose paths only the device knows, as they are while drafters grow them.
+    """
+    if torch.device(device).type == "cpu" or kernels_for(device).name != "flash_attn":
+        return ""
+    return f"flash-attn, chosen by {VARIABLE}, adds up prompts in an order of its own"
