@@ -27,7 +27,7 @@ SCHEMA = {
 }
 ANSWERS = ['{"celsius": 3}', '{\n  "celsius": -1.5\n}']
 TOKENS = [(), (*sorted(CALL_MARKS | THOUGHT_MARKS),), (*sorted(CHANNEL_MARKS),)]
-EXPLAINED = " ".join((*BLOCKS, *THOUGHTS)) + "<｜tool▁calls▁begin｜><|tool_calls_section_begin|>"
+EXPLAINED = " ".join((*BLOCKS, *THOUGHTS))
 
 
 def accepted(
@@ -97,8 +97,8 @@ CALLS = [each for each in HARMONY if each[1][2] and not each[1][0] and not each[
 
 def test_marks_that_are_not_the_models_begin_nothing() -> None:
     """Else a model that wants to write tags would begin with whatever is near to them."""
-    own = FORMS["hermes"][0], FORMS["llama 3"][0], FORMS["llama 4"][0], *ANSWERS
-    others = FORMS["nemotron"][0], FORMS["olmo 3"][0], FORMS["seed"][0], "<think>x</think>{}"
+    own = FORMS["hermes"][0], FORMS["llama 3"][0], FORMS["llama 3.2"][0], *ANSWERS
+    others = FORMS["granite"][0], FORMS["olmo 3"][0], "<think>x</think>{}"
     for tokens in ((), ("<tool_call>", "</tool_call>")):
         codec = special_codec(*tokens)
         assert all(accepted(codec, own, prompt="x"))

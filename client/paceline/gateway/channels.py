@@ -18,7 +18,6 @@ from paceline.sampling.json_schema import WHITESPACE, without_annotations
 from .errors import bad_request
 from .requests import ToolUse
 from .tool_calls import (
-    AROUND,
     BLOCKS,
     CALL_MARKS,
     FUNCTOOLS,
@@ -99,15 +98,14 @@ def grammar_beside_calls(
             f'{token("<|start|>")} "assistant"'
         ]
     else:
-        opening = [*BLOCKS, *AROUND[::2]]
         texts = [
             _in_pattern(mark)
-            for mark in opening
+            for mark in BLOCKS
             if mark not in ids and (mark in prompt or mark == "<tool_call>")
         ]
         texts += [_in_pattern(FUNCTOOLS), rf"\[({names})\(", rf"({names})\n\{{"]
         calls = [f"/({'|'.join(texts)})(.|\n)*/ {any_token}*", r"json (/[;,\s]+/ json)*"]
-        calls += [f"{token(*opening)} {any_token}+"] if ids.keys() & set(opening) else []
+        calls += [f"{token(*BLOCKS)} {any_token}+"] if ids.keys() & BLOCKS.keys() else []
         rules.append(f"json: %json {json.dumps(_calls_schema(use))}")
         thoughts = []
         for start, end in THOUGHTS.items():

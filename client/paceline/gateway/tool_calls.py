@@ -1,11 +1,10 @@
 """Calls of functions in the text of a model.
 
 Between marks, which are special tokens of some models and text of others: JSON (Hermes, Qwen,
-SmolLM, Granite, Phi-4-mini, Command R, Nemotron, Apertus, ...), a name and JSON (Mistral, DeepSeek,
-Kimi, Hunyuan), tags for each argument (Qwen3-Coder, GLM-4.5) or a call in Python's form (LFM2,
-Llama 4). From the start of the text on also without marks: JSON (Llama 3, Mistral), Python's form,
-or a tool's name with JSON on the next line (GLM-4). The marks tell the form, so that no model needs
-an option.
+SmolLM, Granite, Phi-4-mini), a name and JSON (Mistral), tags for each argument (Qwen3-Coder) or a
+call in Python's form (Olmo 3). From the start of the text on also without marks: JSON (Llama 3,
+Mistral), Python's form (Llama 3.2), or a tool's name with JSON on the next line (GLM-4). The marks
+tell the form, so that no model needs an option.
 
 Thoughts have no calls. A call is complete with its end mark, or with the last bracket of its JSON
 or Python; what is cut off before is text.
@@ -28,53 +27,26 @@ from .tool_schemas import ANY_TYPE, TYPES, types_of
 
 BLOCKS = {
     "<tool_call>": "</tool_call>",
-    "<tool_calls>": "</tool_calls>",
-    "<seed:tool_call>": "</seed:tool_call>",
     "<function_calls>": "</function_calls>",
     "<function=": "</function>",
-    "<TOOLCALL>": "</TOOLCALL>",
     "<|tool_call|>": "<|/tool_call|>",
-    "<|tool_call_start|>": "<|tool_call_end|>",
-    "<|tool_call_begin|>": "<|tool_call_end|>",
-    "<|tools_prefix|>": "<|tools_suffix|>",
-    "<|action_start|>": "<|action_end|>",
-    "<|START_ACTION|>": "<|END_ACTION|>",
-    "<|python_start|>": "<|python_end|>",
-    "<｜tool▁call▁begin｜>": "<｜tool▁call▁end｜>",
     "<|python_tag|>": "",
     "[TOOL_CALLS]": "",
 }
 """Each mark that calls begin with, and the one that ends them; "": the next one, or the end."""
-AROUND = (
-    *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
-    *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
-)
-"""What stands around several calls."""
 # What some models write behind a call that had no beginning; text where there was no call.
-_STRAY = ("</tool_call>", "</tool_calls>")
+_STRAY = "</tool_call>"
 # What stands between the parts of a call.
-_WITHIN = (
-    *("<｜tool▁sep｜>", "<|tool_call_argument_begin|>", "[ARGS]", "[CALL_ID]", "<|plugin|>"),
-    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-)
-CALL_MARKS = frozenset({*BLOCKS, *BLOCKS.values(), *AROUND, *_WITHIN} - {"", "<function="})
+_WITHIN = ("[ARGS]", "[CALL_ID]")
+CALL_MARKS = frozenset({*BLOCKS, *BLOCKS.values(), *_WITHIN} - {"", "<function="})
 """Special tokens that the text must have for its calls to be read."""
 
-THOUGHTS = {
-    "<think>": "</think>",
-    "<thinking>": "</thinking>",
-    "<thought>": "</thought>",
-    "<seed:think>": "</seed:think>",
-    "[THINK]": "[/THINK]",
-    "◁think▷": "◁/think▷",
-    "<|START_THINKING|>": "<|END_THINKING|>",
-    "<|inner_prefix|>": "<|inner_suffix|>",
-}
+THOUGHTS = {"<think>": "</think>", "<thinking>": "</thinking>", "[THINK]": "[/THINK]"}
 """What thoughts begin with, and the mark that ends them."""
 THOUGHT_MARKS = frozenset({*THOUGHTS, *THOUGHTS.values()})
 """Special tokens that the text must have for its thoughts to be told from the rest."""
 
-_OPENING = (*BLOCKS, *AROUND, *_STRAY, *THOUGHTS)
+_OPENING = (*BLOCKS, _STRAY, *THOUGHTS)
 _UNDECIDED = (*_OPENING, *THOUGHTS.values())
 _MARK = re.compile("|".join(map(re.escape, _OPENING)))
 _THOUGHT_MARK = re.compile("|".join(map(re.escape, THOUGHT_MARKS)))
@@ -84,12 +56,10 @@ FUNCTOOLS = "functools["
 # What stands before, between and after the objects of calls.
 _SEPARATORS = " \n\r\t,;[]"
 # The keys that an object of a call may begin with.
-_KEYS = ("name", "arguments", "parameters", "type", "function", "id", "tool_name", "tool_call_id")
+_KEYS = ("name", "arguments", "parameters", "type", "function", "id")
 _FIRST_KEY = re.compile(r'\s*\{\s*"([^"]*)"')
 _NAME_AND_JSON = re.compile(
-    r"(?:function<｜tool▁sep｜>)?(?:functions\.)?(?P<name>[\w.-]+)(?::\d+)?\s*"
-    r"(?:\[CALL_ID\]\s*\w+\s*)?(?:(?:\[ARGS\]|<｜tool▁sep｜>|<\|tool_call_argument_begin\|>"
-    r"|```(?:json)?)\s*)*(?=\{)"
+    r"(?:functions\.)?(?P<name>[\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\]\s*)?(?=\{)"
 )
 _FUNCTION = re.compile(r"<function=([^>\n]+)>\s*")
 # The end of a value is followed by another tag: other marks of ends are a part of it.
@@ -97,9 +67,6 @@ _PARAMETER = re.compile(
     r"\s*<parameter=([^>\n]+)>(.*?)(?:</parameter>(?=\s*(?:<parameter=[^>\s]+>|</function>|\Z))"
     r"|(?=\n<parameter=[^>\s]+>))",
     re.DOTALL,
-)
-_PAIR = re.compile(
-    r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>(?=\s*(?:<arg_key>|\Z))", re.DOTALL
 )
 _JSON_CALL = re.compile(r"(?:<function=[^>\n]+>)?\s*\{")
 _QUOTE = re.compile(r'\\.|"', re.DOTALL)
@@ -313,7 +280,7 @@ class CallParser:
                 self._unsure, self._seen = True, self._left
             yield before
             yield from self._thought(mark)
-        elif mark in _STRAY and not self.calls:
+        elif mark == _STRAY and not self.calls:
             yield before + mark
         else:
             yield text
@@ -389,7 +356,7 @@ class CallParser:
         if call.startswith("<function="):
             body = call.rstrip().removesuffix("</function>").rstrip()
             return "<parameter=" in body and not body.endswith("</parameter>")
-        return "<arg_key>" in before and not before.rstrip().endswith("</arg_value>")
+        return False
 
     def _block(self, inside: str, end: str, ended: bool) -> Iterator[Part]:
         """The calls of a block, or its text if it has none."""
@@ -426,9 +393,6 @@ class CallParser:
 def _calls_in(text: str, use: ToolUse, ended: bool) -> tuple[list[tuple[str, str]], str]:
     """Names and arguments of the calls in a block, and the text that is none. Without an end of the
     block (`ended`), calls are those that have an end of their own."""
-    text = text.replace("<|plugin|>", "")
-    if text.strip() in use.names:
-        return ([(text.strip(), "{}")], "") if ended else ([], text)
     fenced = _FENCED.fullmatch(text)
     text = fenced[1] if fenced else text
     calls, rest = _objects_in(text, use.names, only_known=False)
@@ -436,19 +400,7 @@ def _calls_in(text: str, use: ToolUse, ended: bool) -> tuple[list[tuple[str, str
         return calls, rest
     if "<function=" in text:
         return _functions_in(text, use, ended)
-    if "<arg_key>" in text:
-        return _pairs_in(text, use) if ended else ([], text)
-    if found := _named_objects_in(text):
-        return found, ""
-    if re.search(r"</?tool_call>", text):
-        marked = re.split(r"(</?tool_call>)", text)
-        parts = [
-            _calls_in(part, use, ended or index + 1 < len(marked))
-            for index, part in enumerate(marked)
-            if index % 2 == 0 and part.strip()
-        ]
-        return [call for part, _ in parts for call in part], "".join(rest for _, rest in parts)
-    calls = _in_python(text, use)
+    calls = _named_objects_in(text) or _in_python(text, use)
     return calls, "" if calls else text
 
 
@@ -464,28 +416,23 @@ def _objects_in(
             value, end = _DECODER.raw_decode(rest)
         except (ValueError, RecursionError):
             return calls, text
-        call = _as_call(value, names)
+        call = _as_call(value)
         if call is None or (only_known and call[0] not in names):
             return calls, text
         calls.append(call)
         text = rest[end:]
 
 
-def _as_call(value: Any, names: frozenset[str]) -> tuple[str, str] | None:
+def _as_call(value: Any) -> tuple[str, str] | None:
     """Name and arguments of an object; None if it is no call."""
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = value["function"]
     if not isinstance(value, dict):
         return None
-    name = value.get("name", value.get("tool_name"))
-    if isinstance(name, str):
-        arguments = value.get("arguments", value.get("parameters", {}))
-    elif len(value) == 1 and names.issuperset(value):
-        ((name, arguments),) = value.items()
-    else:
+    name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
+    if not isinstance(name, str):
         return None
-    if arguments is None:
-        arguments = {}
+    arguments = {} if arguments is None else arguments
     return name, arguments if isinstance(arguments, str) else _as_json(arguments)
 
 
@@ -502,7 +449,7 @@ def _named_objects_in(text: str) -> list[tuple[str, str]]:
         except (ValueError, RecursionError):
             return []
         calls.append((found["name"], _as_json(value)))
-        rest = rest[end:].strip(_SEPARATORS).removeprefix("```").strip(_SEPARATORS)
+        rest = rest[end:].strip(_SEPARATORS)
     return calls
 
 
@@ -529,16 +476,6 @@ def _functions_in(text: str, use: ToolUse, ended: bool) -> tuple[list[tuple[str,
         calls.append((name, arguments))
         rest = behind
     return calls, "" if calls and "<function=" not in rest else rest
-
-
-def _pairs_in(text: str, use: ToolUse) -> tuple[list[tuple[str, str]], str]:
-    """The call of a name with pairs of keys and values, and the text if it is damaged."""
-    name, pairs, at = text.partition("<arg_key>")[0], dict[str, str](), text.index("<arg_key>")
-    while pair := _PAIR.match(text, at):
-        pairs[pair[1].strip()], at = pair[2], pair.end()
-    if text[at:].strip():
-        return [], text
-    return [(name.strip(), _typed(name.strip(), pairs, use))], ""
 
 
 def _typed(name: str, pairs: Mapping[str, str], use: ToolUse) -> str:
