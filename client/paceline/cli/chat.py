@@ -42,8 +42,7 @@ from paceline.service.files import user_path
 from paceline.service.options import OptionsError
 from paceline.telemetry.names import Span
 
-QUOTES = '"""'
-"""What a message of several lines lies between, as in Ollama."""
+QUOTES = '"""'  # what a message of several lines lies between, as in Ollama
 
 _COLOURS = ("green", "cyan", "magenta", "yellow", "blue", "red")
 

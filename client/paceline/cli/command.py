@@ -25,8 +25,7 @@ TABLES = {
 """Tables that a command reads."""
 
 
-GIVEN = "_given"
-"""Name of the `given_options` in parsed arguments."""
+GIVEN = "_given"  # name of the `given_options` in parsed arguments
 
 
 class CommandError(Exception):
@@ -34,8 +33,7 @@ class CommandError(Exception):
 
     def __init__(self, message: object, code: int = 2) -> None:
         super().__init__(str(message))
-        self.code = code
-        """Exit code; 2 for bad arguments, 1 for a service that failed."""
+        self.code = code  # exit code; 2 for bad arguments, 1 for a service that failed
 
 
 @contextmanager

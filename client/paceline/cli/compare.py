@@ -55,10 +55,8 @@ _PROMPTS = 5
 class PromptComparison:
     """One prompt: its results without a drafter and with each one, run after run."""
 
-    prompt: str
-    """Its beginning."""
-    results: dict[str, list[GenerationResult]]
-    """By drafter, "none" first; one a run."""
+    prompt: str  # its beginning
+    results: dict[str, list[GenerationResult]]  # by drafter, "none" first; one a run
 
     @property
     def identical(self) -> bool:
@@ -229,14 +227,10 @@ class Verdict:
     """What a drafter gains over all prompts and runs."""
 
     drafter: str
-    speedup: float
-    """Geometric mean of the ratios to the plain runs."""
-    low: float
-    """Two standard errors below it; 0 with fewer than three ratios."""
-    high: float
-    """Two standard errors above it; infinite with fewer than three ratios."""
-    stats: Stats
-    """Statistics of all its runs."""
+    speedup: float  # geometric mean of the ratios to the plain runs
+    low: float  # two standard errors below it; 0 with fewer than three ratios
+    high: float  # two standard errors above it; infinite with fewer than three ratios
+    stats: Stats  # statistics of all its runs
 
     @classmethod
     def of(cls, rows: Sequence[PromptComparison], drafter: str) -> Verdict:

@@ -45,17 +45,14 @@ from paceline.service.options import OptionsError, read_token
 from paceline.tokens import is_local
 from paceline.v1 import drafter_pb2
 
-_CHECK_TOKENS = 32
-"""New tokens of each prompt of a check."""
+_CHECK_TOKENS = 32  # new tokens of each prompt of a check
 
-_CHECK_TIMEOUT = 30.0
-"""Longest wait for a tree in a check. Speed is not judged. Unit: seconds."""
+_CHECK_TIMEOUT = 30.0  # maximum wait for a tree in a check, in seconds; speed is not judged
 
 Call = Callable[[str, Message], Awaitable[Any]]
 """Calls the registry's RPC of this name with a request; its response."""
 
-_WIDTH = 1000
-"""Columns of a wide table: a long line is easier to read than columns cut short."""
+_WIDTH = 1000  # columns of a wide table: a long line is easier to read than columns cut short
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -29,8 +29,7 @@ from paceline.service.files import decoded, read_text
 from paceline.service.options import OptionsError
 from paceline.telemetry.exporters import traced
 
-MEASURED = ("max_new_tokens", "temperature", "seed")
-"""Parameters of commands that compare drafters."""
+MEASURED = ("max_new_tokens", "temperature", "seed")  # parameters of commands that compare drafters
 
 _TYPES: dict[str, dict[str, Any]] = {
     "int": {"type": int, "metavar": "N"},
@@ -42,8 +41,7 @@ _TYPES: dict[str, dict[str, Any]] = {
 }
 """Arguments by the type of the parameter; those of other types have no argument."""
 
-_ALIASES = {"max-new-tokens": ("--max-tokens",)}
-"""Other names of arguments, those of OpenAI's API."""
+_ALIASES = {"max-new-tokens": ("--max-tokens",)}  # other names of arguments, those of OpenAI's API
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

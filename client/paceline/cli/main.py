@@ -26,8 +26,7 @@ _ADDRESSES = (
     "verifier, drafter and gateway, --verifier-address of generate and chat"
 )
 
-_PARSER = "_parser"
-"""Name of the parser of a command in its parsed arguments."""
+_PARSER = "_parser"  # name of the parser of a command in its parsed arguments
 
 # Top-level modules that only extras install. Any other missing module is a bug.
 _OF_EXTRAS = (
@@ -54,8 +53,7 @@ class Command:
     name: str
     module: str
     help: str
-    extra: str | None = None
-    """Extra of the distribution that it needs; None: no extra."""
+    extra: str | None = None  # extra of the distribution that it needs; None: no extra
 
 
 COMMANDS = (

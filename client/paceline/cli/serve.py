@@ -86,11 +86,9 @@ _LONGEST_DELAY = 30.0
 # After this uptime the back-off starts again.
 _STEADY = 60.0
 
-_RESTART_SECONDS = 600.0
-"""Longest wait of a text for a verifier that is restarted."""
+_RESTART_SECONDS = 600.0  # maximum wait of a text for a verifier that is restarted
 
-_MAX_UNREADY = 3
-"""How often a verifier may die in a row before it answers calls."""
+_MAX_UNREADY = 3  # how often a verifier may die in a row before it answers calls
 
 
 class Restarted:

@@ -51,8 +51,7 @@ if TYPE_CHECKING:
 
 KEY_VARIABLE = "PACELINE_API_KEY"
 KEY_FILE_VARIABLE = "PACELINE_API_KEY_FILE"
-ON_CPU = "--device=cpu"
-"""Argument of both services: on the CPU, tokens are bit-identical."""
+ON_CPU = "--device=cpu"  # argument of both services: on the CPU, tokens are bit-identical
 
 
 def add_verifier_arguments(parser: argparse.ArgumentParser) -> None:

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_LARGE = 1 << 26
-"""Weights from which on a step of a CPU takes as long as reading them. Unit: bytes."""
+_LARGE = 1 << 26  # weights from which on a step of a CPU takes as long as reading them, in bytes
 
 _FIRST = {
     "float32": "selfspec",

@@ -20,27 +20,22 @@ from paceline.cli.generate import (
 from paceline.client import RoundStats
 from paceline.telemetry.names import Attribute, Span
 
-JAEGER = "http://127.0.0.1:16686"
-"""Where compose files serve Jaeger."""
+JAEGER = "http://127.0.0.1:16686"  # where compose files serve Jaeger
 
-WIDTH = 80
-"""Columns of a line."""
+WIDTH = 80  # columns of a line
 
 HEAD = "  round      ms  accepted  tokens  drafter    "
 """The line above the rounds, as far as the timeline."""
 
-DRAFT, VERIFY, REST = "d", "V", "."
-"""Marks of the timeline."""
+DRAFT, VERIFY, REST = "d", "V", "."  # marks of the timeline
 
-SECONDS = 10.0
-"""Longest wait for Jaeger."""
+SECONDS = 10.0  # maximum wait for Jaeger
 
 
 class Round(NamedTuple):
     """A step with a tree, or neighbouring steps without one. Times in milliseconds."""
 
-    first: int
-    """Number of the first step, from 1."""
+    first: int  # number of the first step, from 1
     steps: int
     ms: float
     draft_ms: float
@@ -48,8 +43,7 @@ class Round(NamedTuple):
     drafted: int
     accepted: int
     emitted: int
-    drafter: str
-    """Its name, or why there is no tree."""
+    drafter: str  # its name, or why there is no tree
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

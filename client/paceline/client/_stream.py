@@ -29,8 +29,7 @@ from ._transport import GenerateStream
 
 logger = logging.getLogger("paceline.client")
 
-UNLIMITED = 2**31 - 1
-"""Window of a caller that awaits the result: all steps are granted at once."""
+UNLIMITED = 2**31 - 1  # window of a caller that awaits the result: all steps are granted at once
 # Longest wait for the release of a cache. The lease releases it otherwise. Unit: seconds.
 _RELEASE_TIMEOUT = 2.0
 _RELEASE = RetryOptions(budget=_RELEASE_TIMEOUT)
@@ -94,10 +93,8 @@ class TokenStream:
         self._window = window
         self._granted = 0
         self._unread = 0
-        self.handle = b""
-        """Handle of the cache; empty without one."""
-        self.lease_seconds = 30.0
-        """Life of the cache without a stream. Unit: seconds."""
+        self.handle = b""  # handle of the cache; empty without one
+        self.lease_seconds = 30.0  # life of the cache without a stream, in seconds
         self.prompt_logprobs: list[TokenLogprob] = []
         """Log-probabilities of the prompt, if requested."""
 

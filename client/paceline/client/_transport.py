@@ -37,8 +37,7 @@ _FORMS = re.compile(r"(unix|unix-abstract|ipv4|ipv6|vsock):.+|([\w.-]+|\[[\w.:%]
 _MAX_AGE = 5.0
 
 M = TypeVar("M", bound="Verifier | DrafterTransport")
-CLIENT_HEADER = "paceline-client"
-"""Metadata key of a client's random name; load balancers hash it."""
+CLIENT_HEADER = "paceline-client"  # metadata key of a client's random name; load balancers hash it
 
 _aio: Any = grpc.aio
 _EOF = _aio.EOF

@@ -58,8 +58,7 @@ class Place:
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
         self._size = 0
-        self.counted_bytes = 0
-        """Bytes of its body that count."""
+        self.counted_bytes = 0  # bytes of its body that count
 
     @property
     def long(self) -> bool:
@@ -105,8 +104,7 @@ class Admission:
     """
 
     def __init__(self, max_requests: int, max_body_bytes: int) -> None:
-        self.gate = Gate()
-        """Requests with a place. Once it is closed, no other gets one."""
+        self.gate = Gate()  # requests with a place. Once it is closed, no other gets one
         self._max_requests = max_requests
         self._max_bytes = LONG_BODIES * max_body_bytes
         self._bytes = 0

@@ -42,8 +42,7 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=(\S+?)(?=\s|<\||$)")
 
 
-AnswerParser: TypeAlias = "ChannelParser | CallParser"
-"""Separates the parts of an answer."""
+AnswerParser: TypeAlias = "ChannelParser | CallParser"  # separates the parts of an answer
 
 
 def marks_of(codec: TextCodec | None, use: ToolUse) -> frozenset[str]:

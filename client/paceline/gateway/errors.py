@@ -40,12 +40,9 @@ _LONGEST = 2000
 class ApiError(Exception):
     """An error response."""
 
-    status: int
-    """HTTP status."""
-    message: str
-    """What was wrong, what was expected, what to do."""
-    kind: str = field(default="invalid_request_error", kw_only=True)
-    """OpenAI's `type`."""
+    status: int  # HTTP status
+    message: str  # what was wrong, what was expected, what to do
+    kind: str = field(default="invalid_request_error", kw_only=True)  # OpenAI's `type`
     param: str | None = field(default=None, kw_only=True)
     """The invalid parameter, such as "messages", if it is one."""
     code: str | None = field(default=None, kw_only=True)

@@ -50,21 +50,16 @@ class GenerationJob:
     """A request that was checked against the served model: what to generate."""
 
     model: Model
-    model_name: str
-    """Name of the model in the response."""
-    prompts: Sequence[list[int]]
-    """Token ids of each prompt."""
+    model_name: str  # name of the model in the response
+    prompts: Sequence[list[int]]  # token ids of each prompt
     choices: Sequence[dict[str, Any]]
     """Arguments of `Client.generate` for each of the n choices of a prompt."""
     stream_options: StreamOptions
     marks: frozenset[str] = frozenset()
     """Special tokens that its texts have, which separate the parts of an answer."""
-    in_thought: bool = False
-    """Whether its texts begin within a thought."""
-    changes: str = ""
-    """What was done to messages so that the template shows them."""
-    operation: str = Span.GENERATION
-    """Name of its generations in traces."""
+    in_thought: bool = False  # whether its texts begin within a thought
+    changes: str = ""  # what was done to messages so that the template shows them
+    operation: str = Span.GENERATION  # name of its generations in traces
 
     @property
     def count(self) -> int:
@@ -85,14 +80,10 @@ class GenerationJob:
 class TextEvent:
     """A chunk or the end of one text."""
 
-    index: int
-    """Index of the text: prompt by prompt, each with its n choices."""
-    chunk: Chunk | None
-    """The next chunk; None at the end."""
-    result: GenerationResult | None
-    """The result, in the last event of this text."""
-    prompt_logprobs: Sequence[TokenLogprob]
-    """Log-probabilities of the prompt, if requested."""
+    index: int  # index of the text: prompt by prompt, each with its n choices
+    chunk: Chunk | None  # the next chunk; None at the end
+    result: GenerationResult | None  # the result, in the last event of this text
+    prompt_logprobs: Sequence[TokenLogprob]  # log-probabilities of the prompt, if requested
 
 
 class JobBuilder:

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
 
 REQUEST_ID = web.RequestKey("request_id", str)
-SPENT = web.RequestKey("spent", list)
-"""Tokens of the prompts and of the texts so far."""
+SPENT = web.RequestKey("spent", list)  # tokens of the prompts and of the texts so far
 
 # Paths without a key: health checks, and what describes the gateway alone.
 _OPEN_PATHS = ("/", "/health", "/version")

@@ -36,20 +36,15 @@ UNKNOWN_FIELDS = web.RequestKey("unknown_fields", list)
 CHANGES = web.RequestKey("changes", str)
 """What was done to the messages of a request, for the warning header."""
 
-MAX_VALUES = 1 << 17
-"""Maximum number of texts, names, arrays and objects in a request."""
-MAX_DEPTH = 128
-"""Maximum depth of arrays and objects in a request."""
+MAX_VALUES = 1 << 17  # maximum number of texts, names, arrays and objects in a request
+MAX_DEPTH = 128  # maximum depth of arrays and objects in a request
 MAX_ITEMS = 4096
 """Maximum number of items in a list of a request: messages, calls, parts, tools, choices."""
 MAX_NAME = 512
 """Maximum length of a name in a request: of a model, a drafter, a user. Unit: characters."""
-MAX_PROMPTS = 1024
-"""Maximum number of prompts of one request."""
-MAX_CHOICES = 64
-"""Maximum number of choices of one prompt."""
-MAX_STOP_CHARACTERS = 4096
-"""Maximum length of a stop string. Unit: characters."""
+MAX_PROMPTS = 1024  # maximum number of prompts of one request
+MAX_CHOICES = 64  # maximum number of choices of one prompt
+MAX_STOP_CHARACTERS = 4096  # maximum length of a stop string, in characters
 
 # A text of JSON, or the rest of the body behind one that does not end.
 _TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
@@ -312,8 +307,7 @@ class Function(Body):
 
     name: str = Field(min_length=1, max_length=256)
     description: str | None = None
-    parameters: dict[str, Any] = _NO_ARGUMENTS
-    """JSON schema of its arguments."""
+    parameters: dict[str, Any] = _NO_ARGUMENTS  # JSON schema of its arguments
     strict: bool | None = None
 
 
@@ -413,10 +407,8 @@ class ToolUse:
     tools: Sequence[Tool]
     mode: Literal["none", "auto", "required", "named"]
     """"auto" leaves the choice to the model; "required" and "named" enforce calls."""
-    parallel: bool = True
-    """Whether there may be several calls."""
-    name: str = ""
-    """Function to be called, in mode "named"."""
+    parallel: bool = True  # whether there may be several calls
+    name: str = ""  # function to be called, in mode "named"
     bound: bool = False
     """Whether an answer that is no call has a format. A grammar is one of the whole text."""
 
@@ -530,8 +522,7 @@ class Constrained(Body):
     guided_choice: _Choices | None = None
     guided_grammar: _Source | None = None
     json_schema: dict[str, Any] | None = None
-    grammar: _Source | None = None
-    """A grammar in llama.cpp's GBNF or in Lark's notation."""
+    grammar: _Source | None = None  # a grammar in llama.cpp's GBNF or in Lark's notation
 
     def constraint(self) -> dict[str, Any]:
         """The constraint, as an argument of `Client.generate`; empty: none. Raises ApiError: there
@@ -563,8 +554,7 @@ class Constrained(Body):
 class StreamOptions(Body):
     """Additional content of a stream."""
 
-    include_usage: bool = False
-    """End with an event that has `usage` and no choices."""
+    include_usage: bool = False  # end with an event that has `usage` and no choices
     include_rounds: bool = False
     """Add the round with its tree and the proposer of each piece to each event."""
     # A field of OpenAI's against measuring the length of tokens; there is no padding here.
@@ -591,8 +581,7 @@ class CommonRequest(UnusedFields):
     stream: bool = False
 
     # Extensions, with the names of other servers.
-    top_k: int = Field(default=0, ge=-1, lt=2**32)
-    """0 and -1 keep all tokens."""
+    top_k: int = Field(default=0, ge=-1, lt=2**32)  # 0 and -1 keep all tokens
     min_p: float = 0.0
     repetition_penalty: float = Field(default=1.0, le=100)
     drafter: _Name | None = None
@@ -695,14 +684,11 @@ class ChatRequest(GenerationRequest, CallingRequest):
     functions: Annotated[None, Refused("is not supported: send tools")] = None
     function_call: Annotated[None, Refused("is not supported: send tool_choice")] = None
     modalities: Items[Literal["text"]] | None = None
-    chat_template_kwargs: dict[str, Any] = Field(default={})
-    """More variables of the chat template."""
-    reasoning_effort: str | None = None
-    """Variable of the chat template."""
+    chat_template_kwargs: dict[str, Any] = Field(default={})  # more variables of the chat template
+    reasoning_effort: str | None = None  # variable of the chat template
     documents: Items[dict[str, Any]] | None = None
     """Variable of the chat template, for answers from documents."""
-    add_generation_prompt: bool = True
-    """End the prompt with the beginning of an answer."""
+    add_generation_prompt: bool = True  # end the prompt with the beginning of an answer
     continue_final_message: bool = False
     """End the prompt with the text of the last message, which the answer continues."""
 

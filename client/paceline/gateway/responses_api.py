@@ -191,8 +191,7 @@ class ResponsesRequest(CommonRequest, CallingRequest):
     tool_choice: (
         Literal["none", "auto", "required"] | NamedFunction | AllowedTools[NamedFunction]
     ) = "auto"
-    chat_template_kwargs: dict[str, Any] = Field(default={})
-    """As in a chat."""
+    chat_template_kwargs: dict[str, Any] = Field(default={})  # as in a chat
 
     previous_response_id: Annotated[None, _STORED] = None
     conversation: Annotated[None, _STORED] = None

@@ -79,8 +79,7 @@ class Gateway:
         self._jobs = JobBuilder(client, options)
         self.admission = Admission(options.max_requests, options.max_body_bytes)
         """Requests in flight. When it is closed, new ones are refused and health is 503."""
-        self.connections = ServerConnections()
-        """The server's connections."""
+        self.connections = ServerConnections()  # the server's connections
         sites = middleware.Sites(options)
         self.app = web.Application(
             middlewares=[

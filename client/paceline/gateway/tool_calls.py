@@ -51,8 +51,7 @@ _UNDECIDED = (*_OPENING, *THOUGHTS.values())
 _MARK = re.compile("|".join(map(re.escape, _OPENING)))
 _THOUGHT_MARK = re.compile("|".join(map(re.escape, THOUGHT_MARKS)))
 _THOUGHT_END = re.compile("|".join(map(re.escape, THOUGHTS.values())))
-FUNCTOOLS = "functools["
-"""The form of Phi-4-mini, at the start of a text."""
+FUNCTOOLS = "functools["  # the form of Phi-4-mini, at the start of a text
 # What stands before, between and after the objects of calls.
 _SEPARATORS = " \n\r\t,;[]"
 # The keys that an object of a call may begin with.
@@ -94,8 +93,7 @@ class Call:
     """A call of a function."""
 
     name: str
-    arguments: str
-    """JSON as text."""
+    arguments: str  # JSON as text
     id: str = field(default_factory=lambda: "".join(secrets.choice(_LETTERS) for _ in range(9)))
     """9 letters and digits: templates of Mistral's models take no other."""
 
@@ -107,8 +105,7 @@ class Reasoning:
     text: str
 
 
-Part = str | Call | Reasoning
-"""A part of an answer."""
+Part = str | Call | Reasoning  # a part of an answer
 
 
 def undecided(text: str, marks: tuple[str, ...]) -> int:
@@ -158,8 +155,7 @@ class CallParser:
         self._seen = ""  # text since it is not sure
         self._begun = 0  # the place there of the first call that waits
         self._waiting: list[Part] = []
-        self.calls = 0
-        """Number of calls so far."""
+        self.calls = 0  # number of calls so far
 
     def push(self, text: str) -> list[Part]:
         """The parts that became final with more text, in order."""

@@ -24,10 +24,8 @@ from .generation import GenerationJob, TextEvent
 from .requests import CompletionRequest, ToolUse
 from .tool_calls import Call, Part, Reasoning
 
-FAILED = web.RequestKey("failed", int)
-"""HTTP status of the error that ended a request's stream."""
-DISCONNECTED = 499
-"""Status of a caller that is gone, in metrics and log, as in nginx."""
+FAILED = web.RequestKey("failed", int)  # HTTP status of the error that ended a request's stream
+DISCONNECTED = 499  # status of a caller that is gone, in metrics and log, as in nginx
 
 # Longest time in which a caller reads nothing. Its text, which holds memory of the verifier, ends
 # then. Unit: seconds.
@@ -55,8 +53,7 @@ class GeneratedText:
 class Writer(ABC):
     """Formats the response to one request: whole, or as events of a stream."""
 
-    last = b""
-    """What a stream ends with."""
+    last = b""  # what a stream ends with
 
     @abstractmethod
     def whole(self, texts: Sequence[GeneratedText]) -> Json:

@@ -21,12 +21,9 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 class NamedModel:
     """A GGUF file inside a Python package of the package index."""
 
-    package: str
-    """Requirement of pip, with the version."""
-    member: str
-    """Path of the file in the wheel."""
-    sha256: str
-    """SHA-256 of the file, in hexadecimal."""
+    package: str  # requirement of pip, with the version
+    member: str  # path of the file in the wheel
+    sha256: str  # SHA-256 of the file, in hexadecimal
 
     @property
     def path(self) -> Path:
