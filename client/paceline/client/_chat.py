@@ -45,39 +45,21 @@ def _texts(message: Mapping[str, Any]) -> list[Any]:
 
 
 def conversation(
-    model: Model,
-    messages: Sequence[Mapping[str, Any]],
-    *,
-    tools: Sequence[Mapping[str, Any]] = (),
-    template: str | None = None,
-    documents: Sequence[Mapping[str, Any]] | None = None,
-    variables: Mapping[str, Any] | None = None,
-    add_generation_prompt: bool = True,
-    continue_final_message: bool = False,
+    model: Model, messages: Sequence[Mapping[str, Any]], **options: Any
 ) -> Conversation:
-    """What `render_chat` renders. Raises InvalidRequestError: there is no template."""
+    """Return what `render_chat` renders. Raises InvalidRequestError if there is no template."""
     facts = model.facts
     templates = dict(facts.named_chat_templates)
     if facts.chat_template:
         templates["default"] = facts.chat_template
-    if not (template or templates):
+    if not (options.get("template") or templates):
         raise InvalidRequestError(
             f"{facts.name} has no chat template: give one (chat_template=, or "
             "--chat-template of the gateway), or give a prompt (generate, or /v1/completions)",
             reason="NO_CHAT_TEMPLATE",
             metadata={"param": "messages"},
         )
-    return Conversation(
-        templates,
-        messages,
-        template or None,
-        _special_tokens(model),
-        tools,
-        documents,
-        variables or {},
-        add_generation_prompt,
-        continue_final_message,
-    )
+    return Conversation(templates, messages, special_tokens=_special_tokens(model), **options)
 
 
 def render_chat(
@@ -94,11 +76,10 @@ def render_chat(
     """The prompt of a conversation, with its special tokens as text, for `Model.encode_rendered`.
 
     It is that of transformers' `apply_chat_template`. What the template does not show becomes text
-    in the form of the Hermes models: tools, calls, their results. Arguments of calls are objects,
-    or text if the template takes only that. Role "developer" is the same as "system". Messages that
-    the template refuses in their order, or leaves out, are arranged in other ways: system messages
-    become a part of the first one, or turns of the user; turns are merged. The prompt's `changes`
-    says so.
+    in the form of the Hermes models: tools, calls, their results. Role "developer" is the same as
+    "system". Messages that the template refuses in their order, or leaves out, are arranged in
+    other ways: system messages become a part of the first one, or turns of the user; turns are
+    merged. The prompt's `changes` says so.
 
     A template is a program. Nothing limits its time and memory here; the gateway does.
 
@@ -117,18 +98,18 @@ def render_chat(
         InvalidRequestError: there is no template, or it refuses the messages. `metadata["param"]`
             is the argument at fault.
     """
-    found = conversation(
+    asked = conversation(
         model,
         messages,
         tools=tools,
-        template=template,
+        template=template or None,
         documents=documents,
-        variables=variables,
+        variables=variables or {},
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
     )
     try:
-        return found.render()
+        return asked.render()
     except TemplateRefusal as refusal:
         raise refused(refusal) from None
 

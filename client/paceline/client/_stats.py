@@ -137,6 +137,11 @@ class Usage:
         return self.prompt_tokens + self.completion_tokens
 
 
+def _sum(name: str, doc: str) -> Any:
+    """A property of `Stats`: the sum of one of its rounds."""
+    return property(lambda stats: sum(getattr(entry, name) for entry in stats.rounds), doc=doc)
+
+
 @dataclass(slots=True, repr=False)
 class Stats:
     """Statistics of all rounds; updated while the generation runs."""
@@ -163,6 +168,16 @@ class Stats:
     """Whether all verifiers that generated the text promise the same bits. If not, tokens after
     the text moved to another one may differ at numeric ties."""
 
+    steps = _sum("steps", "Number of engine steps, each with a tree or without.")
+    drafted = _sum("drafted", "Drafted nodes.")
+    checked = _sum("checked", "Drafted nodes that the verifier checked.")
+    accepted = _sum("accepted", "Accepted drafted tokens.")
+    draft_ms = _sum("draft_ms", "Compute time of the drafter.")
+    verify_ms = _sum("verify_ms", "Time of the verifier's steps.")
+    queue_ms = _sum("queue_ms", "Queueing time.")
+    transport_ms = _sum("transport_ms", "Time of rounds that is neither computing nor queueing.")
+    round_ms = _sum("round_ms", "Time of all rounds.")
+
     def __repr__(self) -> str:
         return f"<Stats: {self.explain()}>"
 
@@ -182,14 +197,14 @@ class Stats:
     def sources(self) -> dict[str, SourceStats]:
         """What each source of drafted tokens added, by its name: a local one of the verifier or a
         drafter; the one with the most accepted tokens first."""
-        found: dict[str, SourceStats] = {}
+        sums: dict[str, SourceStats] = {}
         for entry in self.rounds:
             if entry.drafted:
-                own = SourceStats(entry.drafted, entry.checked, entry.accepted)
-                for name, added in entry.shares or ((entry.drafter, own),):
-                    known = found.get(name, SourceStats(0, 0, 0))
-                    found[name] = SourceStats(*map(sum, zip(known, added, strict=True)))
-        return dict(sorted(found.items(), key=lambda each: each[1].accepted, reverse=True))
+                whole = SourceStats(entry.drafted, entry.checked, entry.accepted)
+                for name, added in entry.shares or ((entry.drafter, whole),):
+                    known = sums.get(name, SourceStats(0, 0, 0))
+                    sums[name] = SourceStats(*map(sum, zip(known, added, strict=True)))
+        return dict(sorted(sums.items(), key=lambda each: each[1].accepted, reverse=True))
 
     @property
     def undrafted(self) -> Counter[str]:
@@ -201,11 +216,6 @@ class Stats:
         return counts
 
     @property
-    def steps(self) -> int:
-        """Number of engine steps, each with a tree or without."""
-        return sum(entry.steps for entry in self.rounds)
-
-    @property
     def free_run_tokens(self) -> int:
         """Tokens of rounds without a tree."""
         return sum(entry.emitted for entry in self.rounds if not entry.drafted)
@@ -214,21 +224,6 @@ class Stats:
     def drafted_rounds(self) -> int:
         """Number of rounds with a tree."""
         return sum(1 for entry in self.rounds if entry.drafted)
-
-    @property
-    def drafted(self) -> int:
-        """Drafted nodes."""
-        return sum(entry.drafted for entry in self.rounds)
-
-    @property
-    def checked(self) -> int:
-        """Drafted nodes that the verifier checked."""
-        return sum(entry.checked for entry in self.rounds)
-
-    @property
-    def accepted(self) -> int:
-        """Accepted drafted tokens."""
-        return sum(entry.accepted for entry in self.rounds)
 
     @property
     def mean_accepted_length(self) -> float:
@@ -253,9 +248,8 @@ class Stats:
         if not measured or not self.drafted_rounds:
             return None
         plain_ms = sum(entry.emitted * (own or entry.plain_ms / entry.steps) for entry in measured)
-        emitted = sum(entry.emitted for entry in self.rounds)
-        most = emitted / self.steps
-        return min(plain_ms / sum(entry.round_ms for entry in measured), most)
+        tokens_a_step: float = sum(entry.emitted for entry in self.rounds) / self.steps
+        return min(plain_ms / sum(entry.round_ms for entry in measured), tokens_a_step)
 
     @property
     def speedup_is_estimate(self) -> bool:
@@ -272,31 +266,6 @@ class Stats:
         ]
         steps = sum(entry.steps for entry in plain)
         return sum(entry.round_ms for entry in plain) / steps if steps >= _ENOUGH_STEPS else 0.0
-
-    @property
-    def draft_ms(self) -> float:
-        """Compute time of the drafter."""
-        return sum(entry.draft_ms for entry in self.rounds)
-
-    @property
-    def verify_ms(self) -> float:
-        """Time of the verifier's steps."""
-        return sum(entry.verify_ms for entry in self.rounds)
-
-    @property
-    def queue_ms(self) -> float:
-        """Queueing time."""
-        return sum(entry.queue_ms for entry in self.rounds)
-
-    @property
-    def transport_ms(self) -> float:
-        """Time of rounds that is neither computing nor queueing."""
-        return sum(entry.transport_ms for entry in self.rounds)
-
-    @property
-    def round_ms(self) -> float:
-        """Time of all rounds."""
-        return sum(entry.round_ms for entry in self.rounds)
 
     def explain(self) -> str:
         """Says in words who drafted how much, why rounds have no draft, and what drafting gained.
