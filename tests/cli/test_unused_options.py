@@ -10,9 +10,6 @@ TARGET = str(Path(__file__).parents[2] / "models" / "demo" / "target")
 HERE = "--address=127.0.0.1:1"
 
 LINES = [
-    ("trace --id 1f", "--temperature=0.5 --max-tokens=3 --raw --file=x --drafter-address=a --tls"),
-    ("trace --id 1f", "--json-schema=x --draft-always --stop=a --token-file=x --retry-seconds=1"),
-    ("trace hello", "--jaeger=http://127.0.0.1:1"),
     ("generate hello", "--tls-server-name=a --top-k=3 --top-p=0.9 --min-p=0.1"),
     ("generate hello --drafter none", "--draft-always --draft-timeout=1 --max-nodes=3 --isolated"),
     ("chat", "--top-k=3 --top-p=0.9"),
@@ -52,10 +49,9 @@ def test_an_option_without_effect_is_refused(
     assert "Traceback" not in said
 
 
-def test_every_unused_option_of_a_trace_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["trace", "--id", "1f", "--max-tokens", "3", "--top-k=2"]) == 2
-    said = capsys.readouterr().err
-    assert "--max-tokens, --top-k have no effect with --id" in said
+def test_every_unused_option_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "--weights=int4", "--load", "ngram"]) == 2
+    assert "--weights, --load have no effect without MODEL" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", ["--signals=x", "--vocabulary=9", "--no-card", "--budgets=0,64"])
