@@ -18,7 +18,7 @@ BUDGET = {
     "services/verifier": 10_810,
     "services/drafter": 13_500,
     "client": 15_650,
-    "train": 6_090,
+    "train": 5_800,
     "bench": 7_270,
     "tests": 57_180,
 }

@@ -1,25 +1,74 @@
-"""The example of each call, on real services."""
+"""The examples of docs/examples: each call, on real services, and one round in one screen."""
 
 import asyncio
+import random
+import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from paceline.decoder import Decoder
+from paceline.drafter import Budget, Update
 from paceline.harness import local_services
+from paceline.kernels import SamplingParams
+from paceline.tree import TokenTree
 
 ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "docs" / "examples"
+TARGET = ROOT / "models" / "demo" / "target"
 
 
 async def test_the_example_of_each_call_runs() -> None:
-    target = ["--target", str(ROOT / "models" / "demo" / "target")]
-    with local_services(target, ["--load=ngram"]) as (verifier, _):
+    with local_services(["--target", str(TARGET)], ["--load=ngram"]) as (verifier, _):
         done = await asyncio.to_thread(
-            subprocess.run,
-            [sys.executable, str(ROOT / "docs" / "examples" / "calls.py"), verifier.address],
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+            subprocess.run, [sys.executable, str(EXAMPLES / "calls.py"), verifier.address],
+            capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "top_k must be an integer >= 0 (0 keeps all tokens), not -1" in done.stdout
     assert "('local', 'ngram')" in done.stdout
+
+
+def test_one_round_in_one_screen(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It compares its texts with plain decoding itself."""
+    monkeypatch.chdir(ROOT)
+    runpy.run_path(str(EXAMPLES / "one_round.py"), run_name="__main__")
+    counts = re.findall(r"(\d+) tokens in (\d+) passes", capsys.readouterr().out)
+    assert len(counts) == 2
+    assert all(int(passes) < 0.7 * int(tokens) for tokens, passes in counts)
+
+
+class Hostile:
+    """Drafts random trees, most of which are wrong, some of which have the right token late."""
+
+    def __init__(self, right: list[int]) -> None:
+        self.right, self.random = right, random.Random(1)
+
+    def draft(self, budget: Budget) -> TokenTree:
+        parents = tuple(self.random.randrange(-1, node) for node in range(budget.nodes))
+        tokens: list[int] = []
+        for node, parent in enumerate(parents):
+            before = {tokens[other] for other in range(node) if parents[other] == parent}
+            token = self.random.choice([*self.right[:4], 7, 8, 9])
+            tokens.append(next(each for each in (token, *range(10, 99)) if each not in before))
+        return TokenTree(tuple(tokens), parents)
+
+    def extend(self, update: Update) -> None:
+        self.right = self.right[len(update.tokens) :]
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_one_round_is_exact_whatever_is_drafted(temperature: float) -> None:
+    example, target = runpy.run_path(str(EXAMPLES / "one_round.py")), Decoder.load(TARGET)
+    params, prompt = SamplingParams(temperature=temperature, seed=3), [5, 6, 7, 8, 9]
+    plain, passes = example["generate"](target, prompt, 40, params, None)
+    assert passes == len(plain) == 40
+    drafted, passes = example["generate"](target, prompt, 40, params, Hostile(plain))
+    assert drafted[:40] == plain
+    assert passes < 40

@@ -18,7 +18,6 @@ from paceline.drafter.methods.longspec import (
 )
 from paceline.drafter.methods.mtp import MtpConfig, MtpModel, save_mtp
 from paceline.train import drafters as training
-from paceline.train import target as target_training
 from paceline.train.corpus import (
     Corpus,
     load_corpus,
@@ -34,7 +33,6 @@ from paceline.train.run import Run
 @pytest.fixture(autouse=True)
 def short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     """Model cards and logs are measured on few, short texts."""
-    monkeypatch.setattr(target_training, "GENERATED_TOKENS", 24)
     monkeypatch.setattr(training, "TEXTS", 2)
     monkeypatch.setattr(training, "TOKENS", 16)
 

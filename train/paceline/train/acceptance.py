@@ -172,7 +172,6 @@ def rounds(
     The last round is the last one in which a path of full depth fits the text.
 
     Args:
-        drafter: A drafter for the recording's target.
         recording: The text, with the hidden states that the drafter reads, if any.
         kv: Its KV, where the drafter is to read it by another policy than ``streaming``.
 

@@ -14,7 +14,6 @@ from torch import Tensor
 
 IntArray = npt.NDArray[np.int64]
 _SEPARATOR_PLACE = 0  # every document, so the stream, begins with a separator
-
 PADDING = -1
 _SORTED = 64  # texts among which those of a batch are chosen by length: less padding
 _ROUND = 32  # rows have a multiple of this length
@@ -139,9 +138,6 @@ class Prefixes:
         """Texts that lie one after the other.
 
         Args:
-            starts: The first index of each text, and the end.
-            tail: Tokens at the end of a row that are learnt.
-            seed: Of the order.
             max_length: Longer texts are left out; 0: none. Unit: tokens.
 
         Raises:
@@ -219,14 +215,7 @@ class Answers:
     def __init__(
         self, starts: Sequence[int], answers: Sequence[int], window: int, seed: int = 0
     ) -> None:
-        """Texts that lie one after the other.
-
-        Args:
-            starts: The first index of each text, and the end.
-            answers: The first index of each text's answer.
-            window: Tokens before an answer that are read with it.
-            seed: Of the draws.
-        """
+        """Texts that lie one after the other."""
         self.position = Position()
         self._starts, self._ends = np.array(starts[:-1]), np.array(starts[1:])
         self._answers, self._window, self._seed = np.array(answers), window, seed

@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,128 +30,14 @@ from paceline.train.own_text import Task, write_texts
 from paceline.train.phases import Phase
 from paceline.train.run import WRITING, Run
 
+# Beginnings of questions by kind, system prompts, and functions to call.
+_WORDS: dict[str, Any] = json.loads(Path(__file__).with_name("openings.json").read_text())
 _FREE_OPENINGS = ("",)  # half of the chats begin with nothing: the target chooses the subject
-_CHAT_OPENINGS = (
-    "What is", "How do I", "How can", "Why do", "Why is", "Can you explain", "Explain",
-    "Tell me about", "Describe", "Compare", "What are the main differences between",
-    "Write an email", "Write a letter to", "Write a short story about", "Write a poem",
-    "Write a dialogue between", "Write a speech", "Give me ideas for", "Give me advice on",
-    "Suggest", "List", "Plan", "Help me", "I want to learn", "I am planning", "My friend",
-    "What would happen if", "Who was", "When did", "Where is", "Is it true that", "Imagine",
-    "Pretend you are", "Create a recipe", "Summarise the history of", "What does the word",
-    "Recommend", "Which is better", "What are the advantages of", "Discuss", "Argue", "Analyse",
-    "Teach me", "Outline", "Draft a blog post about", "How does", "What causes", "Should I",
-    "In what ways", "Give three examples of",
-)  # fmt: skip
-
-_CODE_OPENINGS = (
-    "Write a Python function that", "Write a Python function to", "Write a Python class",
-    "Write a Python program", "Write a Python script that reads", "Implement",
-    "Implement a function in Python which", "Write a test for",
-    "Complete this Python function:\n```python\ndef", "Fix the bug in this code:\n```python\ndef",
-    "Explain what this code does:\n```python\n", "Write a JavaScript function",
-    "Write an SQL query", "Write a C function", "Write a bash script",
-    "Write a recursive function", "How do I sort a list in Python", "How do I parse",
-    "Write a generator", "Write a regular expression", "Write a program that counts",
-    "Refactor this code:\n```python\n", "Write a function that takes a list of",
-    "Write a function that takes a string and returns",
-    "Write a function with a docstring:\n```python\ndef", "Create a small web server",
-    "Write a decorator", "Write a binary search", "Given a list of integers,",
-    "Given two strings,", "Write a Python dictionary", "Convert this code to Python",
-)  # fmt: skip
-
-_MATHEMATICS_OPENINGS = (
-    "A farmer has", "A train travels", "A shop sells", "Anna has", "Tom buys", "A class of",
-    "There are", "If a", "Maria earns", "A baker makes", "How many", "What is the sum of",
-    "Solve the equation", "Solve for x:", "Calculate", "Find the area of",
-    "Find the probability that", "A rectangle has", "A car uses", "The price of", "Peter is",
-    "In a school,", "A box holds", "Each week,", "Every day,", "A company", "Two friends",
-    "Half of the", "A factory", "A bottle contains", "What percentage of", "Simplify",
-    "Prove that", "A tank is filled", "Five workers", "Last year,", "A library has",
-    "A recipe needs", "Sam reads", "Convert",
-)  # fmt: skip
-
-_EDIT_OPENINGS = (
-    "Rewrite the following text:", "Correct the mistakes in the following text:",
-    "Make this text more formal:",
-    "Repeat the following text, with every number written as a word:", "Simplify this text:",
-    "Improve this text:", "Rewrite the text below in the past tense:",
-    "Add a title to the following text and keep the rest as it is:",
-    "Copy this text and put headings above its parts:", "Edit the following text for clarity:",
-    "Replace difficult words in this text by easier ones:", "Shorten the following text:",
-    "Proofread this:", "Rewrite this for children:",
-    "Return the following text with better punctuation:",
-    "Change the following text as little as possible so that it reads well:",
-)  # fmt: skip
-
-_EDIT_CODE_OPENINGS = (
-    "Add type hints to this code:", "Add comments to the following code:",
-    "Rename the variables in this code:", "Refactor the following code:",
-    "Write this code again with docstrings:", "Fix any bug in the following code:",
-    "Make this function faster:", "Return this code with better names:",
-)  # fmt: skip
-
-_DOCUMENT_OPENINGS = (
-    "Summarise the text above.", "What is the text above about?", "Continue the text above.",
-    "Write the next function of this file.", "List the functions of the file above.",
-    "Explain the code above.", "Write the beginning of the file above again.",
-    "Which classes are defined above, and what do they do?",
-    "Quote the most important lines of the text above.", "Write a test for the code above.",
-    "How would you improve the text above?", "Write documentation for the code above.",
-)  # fmt: skip
-
-_JSON_OPENINGS = (
-    "Write a JSON object that describes", "Give me a JSON list of", "Answer in JSON: who was",
-    "Return a JSON object with the fields name, price and stock for",
-    "Extract names, dates and places as JSON from this text:", "Write an order in JSON for",
-    "Create a JSON configuration file for", "Write a JSON schema for", "As JSON, list the",
-    "Convert the following table to JSON:", "Give the weather of a week as JSON for",
-    "Write the profile of a user in JSON:", "Classify this sentence and answer in JSON:",
-    "Write a recipe as a JSON object with ingredients and steps:",
-    "Generate three test records as JSON for", "Describe this product as JSON:",
-)  # fmt: skip
-
-_JSON_SYSTEM_PROMPTS = (
-    None, "Answer with JSON only.", "You are a service that answers with one JSON object.",
-)  # fmt: skip
-
-_TOOLS = (
-    ("get_weather", "city", "unit"), ("search_flights", "origin", "destination", "date"),
-    ("send_email", "to", "subject", "body"), ("convert_currency", "amount", "from", "to"),
-    ("find_restaurants", "city", "cuisine"), ("create_event", "title", "date", "time"),
-    ("query_database", "sql"), ("play_music", "artist", "song"), ("translate", "text", "language"),
-    ("set_alarm", "time", "label"), ("get_stock_price", "symbol"), ("calculate", "expression"),
-)  # fmt: skip
-
-_TOOL_OPENINGS = (
-    "What is the weather", "Find", "Book", "Send", "Remind me", "How much is", "Translate",
-    "Play", "Please", "I need", "Can you", "Set", "Look up", "Schedule",
-)  # fmt: skip
-
-_SYSTEM_PROMPTS = (
-    "You are a helpful assistant.", "Answer in one paragraph.", "Answer as briefly as you can.",
-    "You are an expert programmer. Answer with code only.", "You are a patient teacher.",
-    "You are a travel guide who knows every city.", "Explain everything to a child of ten.",
-    "You are a doctor who answers questions of patients carefully.", "Answer as a pirate would.",
-    "You are a mathematics tutor. Show each step.", "Use a list wherever you can.",
-    "You are an editor of a newspaper.", "Think step by step before you answer.",
-    "You are the support team of an online shop. Be polite and precise.",
-    "You are a historian.", "Answer in simple words and short sentences.",
-)  # fmt: skip
-
-_FURTHER_OPENINGS = (
-    "", "Can you", "What about", "Why", "Now", "Thanks!", "Explain the", "Give me another",
-    "And if", "Make it shorter", "Rewrite", "Are you sure", "How", "Show me", "What does",
-    "Could you also",
-)  # fmt: skip
-
 _FIRST, _TOGETHER = 8, 64  # conversations before the file grows, at first and at most
-
 _SHARES = {
     "chat": 0.18, "system": 0.12, "turns": 0.15, "code": 0.15, "mathematics": 0.13, "edit": 0.13,
     "document": 0.06, "json": 0.05, "tools": 0.03,
 }  # fmt: skip
-
 KINDS = tuple(_SHARES)  # of conversations
 _QUESTION, _ANSWER = 128, 320  # maximum of tokens that the target writes
 _BEFORE = 1200  # maximum of tokens before a later turn
@@ -289,14 +176,7 @@ def write_conversations(
     Every other answer is greedy, the others have temperature 0.7, as a verifier would write them.
 
     Args:
-        decoder: The target.
-        tokenizer: Its tokenizer, with a chat template.
-        documents: Token ids of text files.
-        count: Number of conversations.
-        path: File to write, or to go on with.
-        seed: Of all random choices. Files of different seeds have different conversations.
         kinds: Those of :data:`KINDS` that are written, at their shares of a mixture of all.
-        until: Time after which no more is written, on the clock `time.monotonic`.
 
     Raises:
         ValueError: There is no chat template, a kind is unknown, or the file is damaged.
@@ -340,11 +220,11 @@ def _question(
 
     if kind == "chat":
         return Question(
-            kind, one_of(_FREE_OPENINGS if draw.random() < 0.5 else _CHAT_OPENINGS), True
+            kind, one_of(_FREE_OPENINGS if draw.random() < 0.5 else _WORDS["chat"]), True
         )
     if kind == "system":
-        openings = _CHAT_OPENINGS + _CODE_OPENINGS + _MATHEMATICS_OPENINGS
-        return Question(kind, one_of(openings), True, system=one_of(_SYSTEM_PROMPTS))
+        openings = _WORDS["chat"] + _WORDS["code"] + _WORDS["mathematics"]
+        return Question(kind, one_of(openings), True, system=one_of(_WORDS["system"]))
     if kind == "turns":
         ended = [
             each.tokens
@@ -353,30 +233,30 @@ def _question(
         ]
         if ended:
             before = tuple(ended[int(draw.integers(len(ended)))])
-            return Question(kind, one_of(_FURTHER_OPENINGS), True, before=before)
+            return Question(kind, one_of(_WORDS["further"]), True, before=before)
         kind = "code"
     if kind == "code":
-        return Question(kind, one_of(_CODE_OPENINGS), True)
+        return Question(kind, one_of(_WORDS["code"]), True)
     if kind == "mathematics":
-        return Question(kind, one_of(_MATHEMATICS_OPENINGS), True)
+        return Question(kind, one_of(_WORDS["mathematics"]), True)
     if kind == "json":
-        system = _JSON_SYSTEM_PROMPTS[int(draw.integers(len(_JSON_SYSTEM_PROMPTS)))]
-        return Question(kind, one_of(_JSON_OPENINGS), True, system)
+        system = _WORDS["json_system"][int(draw.integers(len(_WORDS["json_system"])))]
+        return Question(kind, one_of(_WORDS["json"]), True, system)
     if kind == "tools":
-        return Question(kind, one_of(_TOOL_OPENINGS), True, system=_tools_prompt(draw))
+        return Question(kind, one_of(_WORDS["tools"]), True, system=_tools_prompt(draw))
     if kind == "edit":
         own = [each for each in written if each.kind in ("chat", "mathematics")]
         if own and draw.random() < 0.6:
             text = template.text(own[draw.integers(len(own))].answer)
-            return Question(kind, f"{one_of(_EDIT_OPENINGS)}\n\n{text}", False)
-        text = f"{one_of(_EDIT_CODE_OPENINGS)}\n```\n{piece(_EDIT)}\n```"
+            return Question(kind, f"{one_of(_WORDS['edit'])}\n\n{text}", False)
+        text = f"{one_of(_WORDS['edit_code'])}\n```\n{piece(_EDIT)}\n```"
         return Question(kind, text, False)
-    return Question(kind, f"{piece(_DOCUMENT)}\n\n{one_of(_DOCUMENT_OPENINGS)}", False)
+    return Question(kind, f"{piece(_DOCUMENT)}\n\n{one_of(_WORDS['document'])}", False)
 
 
 def _tools_prompt(draw: np.random.Generator) -> str:
     """A system prompt that offers one to four functions."""
-    chosen = draw.choice(len(_TOOLS), int(draw.integers(1, 5)), replace=False)
+    chosen = draw.choice(len(_WORDS["functions"]), int(draw.integers(1, 5)), replace=False)
     functions = [
         {
             "name": name,
@@ -386,7 +266,7 @@ def _tools_prompt(draw: np.random.Generator) -> str:
                 "required": parameters,
             },
         }
-        for name, *parameters in (_TOOLS[index] for index in chosen)
+        for name, *parameters in (_WORDS["functions"][index] for index in chosen)
     ]
     return (
         "You can call the functions below. Answer a question that one of them can answer with "
@@ -474,11 +354,6 @@ class OwnTexts:
         Several processes share the writing: each has a file and a seed of its own.
 
         Args:
-            decoder: The target.
-            target: Its folder.
-            corpus: Texts that conversations are about.
-            count: Number of conversations.
-            run: Has the folder.
             files: Conversations that were written before. They are copied, and none is written.
 
         Raises what `write_conversations` and `read_conversations` raise.
@@ -523,7 +398,6 @@ class OwnTexts:
         """At most `count` held-out texts of each kind and temperature, with room for a draft.
 
         Args:
-            count: Texts of a group.
             depth: Longest path that is drafted. Unit: tokens.
         """
         groups: defaultdict[str, list[Recording]] = defaultdict(list)

@@ -19,21 +19,17 @@ from paceline.decoder import open_model
 from paceline.train.phases import Phase
 
 STDLIB = "stdlib"
-
 # Installed packages have other licences; `_sysconfigdata*` describes one machine.
 _NEVER = frozenset(
     {"site-packages", "encodings", "pydoc_data", "ensurepip", "lib-dynload", "__pycache__"}
 )
-
 # Tests and vendored programs are worse training text than the library proper.
 _WIDE_ONLY = frozenset({"test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo"})
 _SIZES = (4_000, 90_000)  # bytes
 _WIDE_SIZES = (1_000, 400_000)
 _SUFFIXES = (".py", ".txt", ".md", ".rst", ".c", ".h", ".rs", ".go", ".js", ".ts")
-
 Documents = Sequence[Sequence[int]]  # token ids of each document
 _READ_TOGETHER = 64  # documents that are encoded at a time
-
 END_OF_TEXT = "<|endoftext|>"
 
 

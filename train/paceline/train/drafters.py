@@ -126,9 +126,6 @@ class Heldout:
         """Run the texts through the target, for the KV and hidden states that drafters read.
 
         Args:
-            drafter: The drafter to measure.
-            decoder: Its target.
-            texts: Texts that the target wrote, by the name of their group.
             options: Sets of drafter options to measure with, by name; None: one, empty.
         """
         self._drafter, self._options = drafter, options or {"": {}}

@@ -19,9 +19,8 @@ from paceline.train.calibration import fit_temperatures
 from paceline.train.conversations import OwnTexts
 from paceline.train.drafters import Heldout, LayerDrafterModel, Objective, parameters
 from paceline.train.loop import Loss
-from paceline.train.presets import CosinePlan, Plan
+from paceline.train.presets import Plan
 from paceline.train.recipes.dspark import DSparkPreset
-from paceline.train.run import Run
 from paceline.train.signals import Signals, TappedTarget
 from paceline.train.trainer import LayerTrainer
 
@@ -48,10 +47,6 @@ class TrainingBlocks:
         """Draw up to `count` random blocks of each row, from torch's global generator.
 
         Args:
-            config: Of the drafter.
-            tokens: int64 `[B, S]`.
-            positions: Their positions in their texts, -1 for padding, like `tokens`.
-            possible: Where a block may begin, bool like `tokens`.
             count: Maximum number of blocks of a row. A row with fewer such places has blocks that
                 do not count.
         """
@@ -76,11 +71,6 @@ def whole_blocks(tokens: Tensor, levels: int, separator: int) -> Tensor:
 
     This is at the second token or later, `levels` tokens before the row's end, and never if the
     block would continue after a `separator`, where another text begins.
-
-    Args:
-        tokens: int64 `[B, S]`.
-        levels: Tokens that a block predicts.
-        separator: The token between texts.
 
     Returns:
         bool `[B, S]`.
@@ -112,14 +102,8 @@ class ChunkedBlockLoss(torch.autograd.Function):
         """Compute the loss.
 
         Args:
-            ctx: Of autograd.
-            hidden: The drafter's hidden states, fp32 `[P, d]`.
             features: Of its sequential head, fp32 `[P, r]`, or None.
             markov: W2 of that head, fp32 `[R, r]`, or None.
-            states: The target's hidden states, fp32 `[P, d]`.
-            head: LM head `[R, d]`; products with it have its type.
-            weights: Of the positions, fp32 `[P]`.
-            preset: Weights of the two losses.
 
         Returns:
             The weighted sum, and the distance of each position `[P]`, which has no gradient.
@@ -172,12 +156,6 @@ class BlockDrafter(nn.Module):
         self, embedded: Tensor, blocks: TrainingBlocks, positions: Tensor, taps: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Run backbone and heads on blocks of known text.
-
-        Args:
-            embedded: Of `blocks.fed`, `[B, G, block, hidden]`.
-            blocks: The blocks.
-            positions: Of the rows' tokens, int64 `[B, S]`.
-            taps: Likewise, `[B, S, taps * hidden]`.
 
         Returns:
             Of the N blocks of all rows: hidden states for the LM head `[N, levels, hidden]`,
@@ -278,15 +256,10 @@ def weighted_loss(
     ends its block.
 
     Args:
-        hidden: The drafter's hidden states, `[N, levels, d]`.
         features: Of its sequential head, `[N, levels, r]`, or None.
         markov: W2 of that head, `[R, r]`, or None.
         confidence: Logits of the confidences, `[N, levels]`, or None.
-        states: The target's hidden states that predict the labels, `[N, levels, d]`.
-        head: LM head, rows of the R drafted tokens, `[R, d]`.
         labels: Rows of the text's tokens among the drafted ones, R for others, int64 `[N, levels]`.
-        counted: Labels that there are, bool like `labels`.
-        preset: The three weights.
     """
     weights, known = label_weights(labels, counted, len(head))
     used = known & (weights > 0)
@@ -408,9 +381,6 @@ class DSparkTrainer(LayerTrainer[DSparkPreset, DSparkDrafterModel]):
         model = DSparkModel(config)
         model.load_state_dict(load_weights(folder, config, DSparkModel, torch.float32))
         return DSparkDrafterModel(self.target, model.to(device), config.levels)
-
-    def plan(self, run: Run, focus: int = 0) -> Plan:
-        return CosinePlan(self.preset.stages, run.minutes, run.steps, focus)
 
     def text_loss(
         self, drafter: DSparkDrafterModel, batches: Batches, plan: Plan, separator: int, device: str

@@ -17,9 +17,8 @@ from paceline.train.batches import Batches, Rows
 from paceline.train.conversations import OwnTexts
 from paceline.train.drafters import LayerDrafterModel, Objective, parameters, trained_levels
 from paceline.train.loop import Loss
-from paceline.train.presets import CosinePlan, Plan
+from paceline.train.presets import Plan
 from paceline.train.recipes.eagle3 import Eagle3Preset
-from paceline.train.run import Run
 from paceline.train.signals import Signals
 from paceline.train.trainer import LayerTrainer
 from paceline.train.unrolled import (
@@ -72,9 +71,6 @@ class Eagle3Trainer(LayerTrainer[Eagle3Preset, Eagle3DrafterModel]):
         model = Eagle3Model(config)
         model.load_state_dict(load_weights(folder, config, Eagle3Model, torch.float32))
         return Eagle3DrafterModel(self.target, model.to(device), trained_levels(folder))
-
-    def plan(self, run: Run, focus: int = 0) -> Plan:
-        return CosinePlan(self.preset.stages, run.minutes, run.steps, focus)
 
     def text_loss(
         self, drafter: Eagle3DrafterModel, batches: Batches, plan: Plan, separator: int, device: str

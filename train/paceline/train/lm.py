@@ -49,7 +49,6 @@ from paceline.train.run import PREPARING, Run, begin_run
 from paceline.train.trainer import Trainer
 
 _KEPT = 16  # most likely tokens of the target: they have nearly all of its probability
-
 # The first tokens of a window have little context: their predictions come from another window.
 _WINDOW, _OVERLAP = 1024, 256
 

@@ -48,7 +48,6 @@ TAIL = 512  # tokens of a text whose distributions are learnt in a step: the las
 _WIDTHS, _MAX_NODES = "12,16", 36  # nodes per level of the measured trees; the last holds on
 _TREES = {"widths": "4,4", "max_nodes": "7", "weights": "int8"}
 _LONG_PROMPTS, _LONG_TEXTS = (1_000, 2_000, 4_000, 7_000), 8
-
 _CONTEXTS = {
     "whole context": {**_TREES, "context": "0"},
     "512 positions": {**_TREES, "context": "512"},
@@ -80,11 +79,7 @@ class LaggedLayer(nn.Module):
         """Hidden states for the target's LM head.
 
         Args:
-            embedded: The target's embedding of the tokens, `[B, S, hidden]`.
-            positions: int64 `[B, S]`.
             keys: The target layer's keys after RoPE at these positions, `[B, Hkv, S, D]`.
-            values: Its values, like `keys`.
-            lags: Each 1 or more and less than S.
             sinks: Number of tokens at the start that only cross-attention reads: with offset
                 positions they are outside the window of self-attention.
 

@@ -24,12 +24,9 @@ from paceline.train.run import Progress, Run
 
 # A step this many times the usual one was paused (SIGSTOP, suspend), not slow.
 _PAUSE_FACTOR = 20.0
-
 # Embedding tables: most rows get no gradient in a batch, so Muon does not apply.
 _TABLES = ("embed", "markov_w")
-
 _CHECKPOINT = "run.pt"
-
 # (model, indices into the stream: int64 [rows, length + 1], share of the run done, 0 to 1) ->
 # scalar loss in nats per token.
 Loss = Callable[[nn.Module, Tensor, float], Tensor]

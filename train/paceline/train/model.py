@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +30,11 @@ library_name: paceline
 pipeline_tag: text-generation
 ---
 """
-
 STDLIB_LICENCE = (
     "The training text is source code of Python, © Python Software Foundation, under the PSF "
     "licence (https://docs.python.org/3/license.html). The model can recite parts of it; treat "
     "what it writes as derived from that source."
 )
-
 LICENCES = {
     True: STDLIB_LICENCE,
     False: "The licence is that of the training text: look it up before passing the model on.",
@@ -118,12 +116,6 @@ def text_loss(model: nn.Module, documents: Documents, length: int = 1024) -> flo
         total += value.item() * (window.shape[1] - 1)
         count += window.shape[1] - 1
     return total / count
-
-
-def distinct_ngrams(ids: Sequence[int], n: int = 4) -> float:
-    """Share of n-grams that are distinct: 1 for text that never repeats, near 0 for a loop."""
-    grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
-    return len(set(grams)) / len(grams) if grams else 1.0
 
 
 def _windows(documents: Documents, length: int, device: torch.device) -> Iterator[Tensor]:

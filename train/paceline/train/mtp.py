@@ -21,9 +21,8 @@ from paceline.train.batches import Batches, Rows
 from paceline.train.conversations import OwnTexts
 from paceline.train.drafters import LayerDrafterModel, Objective, parameters
 from paceline.train.loop import Loss
-from paceline.train.presets import CosinePlan, Plan
+from paceline.train.presets import Plan
 from paceline.train.recipes.mtp import MtpPreset
-from paceline.train.run import Run
 from paceline.train.signals import Signals
 from paceline.train.trainer import LayerTrainer
 from paceline.train.unrolled import (
@@ -86,9 +85,6 @@ class MtpTrainer(LayerTrainer[MtpPreset, MtpDrafterModel]):
         model.load_state_dict(weights)
         levels = int(read_object(folder / CONFIG_FILE)[SECTION]["levels"])
         return MtpDrafterModel(self.target, model.to(device), levels)
-
-    def plan(self, run: Run, focus: int = 0) -> Plan:
-        return CosinePlan(self.preset.stages, run.minutes, run.steps, focus)
 
     def text_loss(
         self, drafter: MtpDrafterModel, batches: Batches, plan: Plan, separator: int, device: str

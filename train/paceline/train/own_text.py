@@ -21,7 +21,6 @@ from paceline.train.corpus import Documents
 from paceline.train.phases import Phase
 
 _TOGETHER = 48  # sequences a step: linear layers read their weights once for all
-
 PROMPT = 128  # tokens of a random prompt
 _LENGTH = 512  # tokens of a whole text
 

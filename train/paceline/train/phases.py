@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
 T = TypeVar("T")
-
 _EVERY = 10.0  # seconds between lines
 
 

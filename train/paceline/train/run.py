@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 _FILE = "run.json"
-
 # Shares of the minutes after which nothing more is written, and computed, for a run's texts.
 WRITING, PREPARING = 0.3, 0.5
 
@@ -74,16 +73,6 @@ def begin_run(
     everything that determines its weights: method, settings, digests of the corpus and of the
     models that it reads. The first call writes it to `run.json`,
     later ones compare. Device, processes and parts of a batch may differ.
-
-    Args:
-        run: Its folder and its budgets.
-        out: Folder of the model to write.
-        method: What is trained.
-        preset: Its settings; `minutes` and `steps` are those of `run`.
-        corpus: Its text.
-        target: Folder of the model to learn from.
-        start: Folder of the model to train further.
-        written: Files of conversations to learn from.
 
     Raises:
         FileExistsError: `out` holds something, and `run.force` is not set or it is no model.

@@ -44,9 +44,6 @@ class TappedTarget:
     def read(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Read texts.
 
-        Args:
-            tokens: int64 `[B, S]`.
-
         Returns:
             Outputs of the tapped layers side by side, `[B * S, taps * hidden]` in the target's
             type, and hidden states for the LM head, fp32 `[B * S, hidden]`.
@@ -112,12 +109,6 @@ def signals_of(
     values: 1.2 KB and 0.8 KB for SmolLM2-135M.
 
     Args:
-        decoder: The target.
-        target: Its folder or file.
-        texts: Token ids of each text.
-        work: Folder of the files.
-        kv_layer: Layer whose keys and values are kept.
-        taps: Layers whose outputs are kept, rising.
         count: Only so many of the first texts are run; None: all.
         until: Time after which no text is run, on the clock `time.monotonic`. The signals are of
             the first texts alone then, of at least one.

@@ -38,7 +38,7 @@ from paceline.train.drafters import (
     write_groups,
 )
 from paceline.train.loop import Loss
-from paceline.train.presets import LayerPreset, Plan
+from paceline.train.presets import CosinePlan, LayerPreset, Plan, Stage
 from paceline.train.run import PREPARING, Run, begin_run
 from paceline.train.signals import Signals, signals_of
 
@@ -86,9 +86,10 @@ class LayerTrainer(Trainer[P, D], Generic[P, D]):
     def new_drafter(self, end: int) -> D:
         """A drafter of random weights; `end` is the token that ends texts, which none contains."""
 
-    @abstractmethod
     def plan(self, run: Run, focus: int = 0) -> Plan:
         """The plan of a run; stages with `focus` read the first `focus` texts."""
+        stages: Sequence[Stage] = self.preset.stages  # type: ignore[attr-defined]  # each has them
+        return CosinePlan(tuple(stages), run.minutes, run.steps, focus)
 
     @property
     def options(self) -> Mapping[str, str]:
@@ -264,7 +265,6 @@ fingerprint.
         """The preset with the shape and the levels of a drafter that is trained further.
 
         Args:
-            start: Folder of the drafter.
             chosen: Fields of the preset that the user chose, by the option that does so.
 
         Raises ValueError: it is a drafter of another method or target, or an option asks for

@@ -205,12 +205,6 @@ def unrolled_on_answers(
 def layer_weights(source: ModelSource, own: str, layers: int, final: str) -> dict[str, Tensor]:
     """Weights to begin with, which are copies of the target's last layer: all but its projections
     of queries, keys and values.
-
-    Args:
-        source: The target.
-        own: Beginning of the names in the drafter.
-        layers: Number of layers of the target.
-        final: Name of the drafter's norm before the LM head.
     """
     base = f"model.layers.{layers - 1}."
 
