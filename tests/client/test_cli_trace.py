@@ -41,9 +41,11 @@ def test_a_line_never_exceeds_the_width() -> None:
     rounds = [
         RoundStats(**plain, emitted=1, round_ms=0.0, verify_ms=0.0, undrafted="empty"),
         RoundStats(**plain, emitted=5, steps=5, round_ms=25.0, verify_ms=20.0),
-        RoundStats(**drafted, drafted=8, round_ms=9.0, draft_ms=3, verify_ms=6.5, drafter="a long name"),
+        RoundStats(
+            **drafted, drafted=8, round_ms=9.0, draft_ms=3, verify_ms=6.5, drafter="a long name"
+        ),
         RoundStats(**drafted, drafted=2, round_ms=3.0, draft_ms=1, verify_ms=1, drafter="dspark"),
-    ]  # fmt: skip
+    ]
     lines = list(timeline(rounds))
     assert max(map(len, lines)) == WIDTH
     bars = [each[6] for each in parsed(lines[1:])]
