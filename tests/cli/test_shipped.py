@@ -18,13 +18,12 @@ DEMO = Path(__file__).parents[2] / "models" / "demo"
 
 def test_drafters_are_found_by_the_weights_of_their_target(target: Path, tmp_path: Path) -> None:
     ours = DEMO / "target"
-    lookup = "lookup=true"
     int8, int4 = ",weights=int8", ",weights=int4"
     levels, tree = "widths=8,8,max_nodes=10", "widths=3,2,1,max_nodes=6"
     assert shipped.drafters_for(ours) == [
-        f"longspec=longspec:{DEMO / 'longspec'},{lookup},{levels}{int8},target={ours}",
-        f"dspark=dspark:{DEMO / 'dspark'},{lookup},{tree}{int4},target={ours}",
-        f"lm=lm:{DEMO / 'lm'},{lookup}{int8}",
+        f"longspec=longspec:{DEMO / 'longspec'},{levels}{int8},target={ours}",
+        f"dspark=dspark:{DEMO / 'dspark'},{tree}{int4},target={ours}",
+        f"lm=lm:{DEMO / 'lm'}{int8}",
         "ngram=ngram",
     ]
     moved = tmp_path / "elsewhere"
@@ -37,7 +36,7 @@ def test_drafters_are_found_by_the_weights_of_their_target(target: Path, tmp_pat
     weights[-1] ^= 1
     (moved / "model.safetensors").write_bytes(weights)
     assert shipped.drafters_for(moved, "cuda:0") == [
-        f"lm=lm:{DEMO / 'lm'},lookup=true",
+        f"lm=lm:{DEMO / 'lm'}",
         "ngram=ngram",
     ]
     untrained = ["ngram=ngram", f"selfspec=selfspec:{target},weights=int4"]
@@ -94,8 +93,8 @@ def test_drafters_fit_every_format_of_their_target(
     monkeypatch.setattr(shipped, "models_folder", lambda: tmp_path / "models")
     for path in (target, write_gguf(tmp_path / "target.gguf", target)):
         assert shipped.drafters_for(path, "cuda:0") == [
-            f"dspark=dspark:{better},lookup=true,target={path}",
-            f"dspark=dspark:{first},lookup=true,target={path}",
+            f"dspark=dspark:{better},target={path}",
+            f"dspark=dspark:{first},target={path}",
             "ngram=ngram",
         ]
 

@@ -93,7 +93,7 @@ def test_it_is_served_beside_its_target(
 ) -> None:
     monkeypatch.setattr(shipped, "models_folder", lambda: None)
     target = write_model(tmp_path / "target")
-    assert f"bigram=bigram:{folder},lookup=true" in shipped.drafters_for(target)
+    assert f"bigram=bigram:{folder}" in shipped.drafters_for(target)
     shutil.rmtree(folder)
     assert not any("bigram" in spec for spec in shipped.drafters_for(target))
 

@@ -29,7 +29,7 @@ TEXTS = (("sampling", 900, 0.0), ("kv", 1300, 0.7), ("http", 1600, 0.0), ("draft
 DRAFTERS = {
     "ngram": "ngram",
     "deep": f"lm:{MODEL},widths=2,1,depth=64,max_nodes=65,min_survival=0",
-    "int4": f"lm:{MODEL},weights=int4,widths=4,2,depth=24,max_nodes=48,min_survival=0,lookup=true",
+    "int4": f"lm:{MODEL},weights=int4,widths=4,2,depth=24,max_nodes=48,min_survival=0",
     "selfspec": f"selfspec:{MODEL},depth=32,min_survival=0",
 }
 """Trees of siblings beside paths that are deeper than default ones, and chains."""

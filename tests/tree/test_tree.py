@@ -19,9 +19,9 @@ VOCAB = 50
 
 
 @st.composite
-def trees(draw: st.DrawFn, max_nodes: int = 40) -> TokenTree:
+def trees(draw: st.DrawFn, max_nodes: int = 40, vocab: int = VOCAB) -> TokenTree:
     nodes = draw(st.integers(0, max_nodes))
-    tokens = tuple(draw(st.integers(0, VOCAB - 1)) for _ in range(nodes))
+    tokens = tuple(draw(st.integers(0, vocab - 1)) for _ in range(nodes))
     parents = tuple(draw(st.integers(-1, node - 1)) for node in range(nodes))
     confidences: tuple[float, ...] = ()
     if draw(st.booleans()):
@@ -174,6 +174,37 @@ def test_trees_need_no_torch() -> None:
     assert "torch" not in packages_after("import paceline.tree")
 
 
+def paths(tree: TokenTree) -> set[tuple[int, ...]]:
+    return {tree.path(node) for node in range(len(tree))}
+
+
+def is_drafted(tree: TokenTree) -> bool:
+    """Whether no two siblings are equal, as in trees of drafters."""
+    return len(paths(tree)) == len(tree)
+
+
+@given(
+    trees(12, 4).filter(is_drafted), trees(12, 4).filter(is_drafted),
+    st.integers(0, 24), st.integers(0, 12),
+)  # fmt: skip
+def test_a_merged_tree_has_the_likeliest_nodes_of_both(
+    first: TokenTree, second: TokenTree, nodes: int, depth: int
+) -> None:
+    whole = merge(first, second, nodes=255, depth=255)
+    merged = merge(first, second, nodes=nodes, depth=depth)
+    for tree in (whole, merged):
+        tree.check()
+        assert is_drafted(tree)
+    assert paths(whole) == paths(first) | paths(second)
+    if len(first) and len(second):
+        assert len(merged) <= nodes
+        assert merged.depth <= depth
+        assert paths(merged) <= paths(whole)
+        for node in range(-1, len(whole)):
+            chances = [whole.confidences[child] for child in whole.children(node)]
+            assert sum(chances) <= 1 + 1e-6
+
+
 @given(st.lists(trees(8), min_size=3, max_size=3))
 def test_a_merged_node_is_of_the_first_source_that_proposed_it(parts: list[TokenTree]) -> None:
     """Also behind later changes of the tree; a drafter's tree names no source."""
@@ -182,12 +213,11 @@ def test_a_merged_node_is_of_the_first_source_that_proposed_it(parts: list[Token
         replace(part, sources=(name,) * len(part) if name else ())
         for part, name in zip(parts, names, strict=True)
     ]
-    paths = [{part.path(node) for node in range(len(part))} for part in parts]
+    known_by = [paths(part) for part in parts]
     tree = merge(merge(sourced[0], sourced[1], nodes=99, depth=99), sourced[2], nodes=99, depth=99)
     for changed in (tree, tree.first(3), tree.best_chain()):
         for node in range(len(changed)):
-            known = [
-                name for name, own in zip(names, paths, strict=True) if changed.path(node) in own
-            ]
+            path = changed.path(node)
+            known = [name for name, its in zip(names, known_by, strict=True) if path in its]
             found = changed.sources[node] if changed.sources else ""
             assert found == known[0]

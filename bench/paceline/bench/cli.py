@@ -139,17 +139,12 @@ def _add_table(option: Any) -> None:
     _add_drafter(option, "measure", "those that ship, ngram, and selfspec in 4 bits")
     text = "measure each drafter also with a tree in every round"
     option("--always", action="store_true", help=text)
-    text = "--sources of the verifier; default: as of `paceline verifier`"
+    text = "--sources of the verifier; none: drafters alone; default: as of `paceline verifier`"
     option("--sources", metavar="NAMES", help=text)
     option(
         "--apart", action="store_true",
         help="run verifier and drafter on a core each, as on two devices, with a tree in every "
         "round: drafted after the step, and ahead, while the verifier works; needs taskset",
-    )  # fmt: skip
-    option(
-        "--without-lookup", action="store_true",
-        help="measure each trained drafter also with lookup=false, as NAME-alone: this is what the "
-        "method gains",
     )  # fmt: skip
     option("--llama-server", metavar="PROGRAM", help="llama-server; default: that in PATH")
     text = "model that llama.cpp runs"

@@ -351,7 +351,7 @@ async def _serve(
     arms = [NONE, *specs]
     for arm in arms:
         found[arm] = found[arm]
-    engine = PacelineServices(bench.models.target, bench.weights, specs, always=True, reuse=True)
+    engine = _services(bench, specs, always=True, reuse=True)
     async with engine:
         for number, prompt in enumerate(prompts):
             for arm in _in_turn(arms, number):
@@ -368,9 +368,15 @@ async def _serve(
     return found
 
 
+def _services(bench: Bench, specs: Mapping[str, str], **options: bool) -> PacelineServices:
+    """Make services whose drafters draft alone."""
+    alone = ["--sources=none"]
+    return PacelineServices(bench.models.target, bench.weights, specs, verifier=alone, **options)
+
+
 def _load(bench: Bench) -> None:
     """Users at a time: without drafts, with the controller, with a tree in every round."""
-    options = f"target={bench.models.target},widths=4,4,2,max_nodes=8,lookup=false"
+    options = f"target={bench.models.target},widths=4,4,2,max_nodes=8"
     drafters = bench.given({"dspark": f"dspark:{_SHIPPED}/dspark,{options}", "ngram": "ngram"})
     for users in bench.args.users:
         measure = partial(_serve_users, bench, drafters, users)
@@ -380,7 +386,7 @@ def _load(bench: Bench) -> None:
 async def _serve_users(bench: Bench, specs: Mapping[str, str], users: int) -> Samples:
     """Speed of all and of each, and drafted tokens that a step checks for a request."""
     found = samples()
-    new = partial(PacelineServices, bench.models.target, bench.weights, specs)
+    new = partial(_services, bench, specs)
     prompts = bench.prompts()
     groups = [prompts[at : at + users] for at in range(0, len(prompts) - users + 1, users)]
     async with new() as controlled, new(always=True) as always:

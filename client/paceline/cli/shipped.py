@@ -49,10 +49,9 @@ def drafters_for(
 ) -> list[str]:
     """What to load for a target: the drafters trained for it, its own heads (`mtp`), and `ngram`.
 
-    Trained drafters look up earlier text first; a CPU runs them in 8 or 4 bits. Without
-    any, `ngram`, and on a CPU `selfspec` with the target's own weights in 4 bits: on a GPU that is
-    a second copy in the verifier's format. The default of a large target on a CPU is by its format.
-    Imports torch.
+    A CPU runs trained drafters in 8 or 4 bits. Without any, `ngram`, and on a CPU
+    `selfspec` with the target's own weights in 4 bits: on a GPU that is a second copy in the
+    verifier's format. The default of a large target on a CPU is by its format. Imports torch.
 
     Args:
         target: Hugging Face folder or GGUF file.
@@ -76,15 +75,14 @@ def drafters_for(
     on_cpu = device == "cpu"
 
     def described(method: type[Drafter], folder: Path | None) -> str:
-        options = ["lookup=true"]
         tree = method.cpu_tree if on_cpu else method.gpu_tree
-        options += [f"{name}={value}" for name, value in tree.items()]
+        options = [f"{name}={value}" for name, value in tree.items()]
         if on_cpu and method.cpu_weights:
             options.append(f"weights={method.cpu_weights}")
         if "target" in method.path_options:
             options.append(f"target={target}{adapter}")
         where = f":{folder}" if folder is not None else ""
-        return f"{method.method}={method.method}{where},{','.join(options)}"
+        return ",".join([f"{method.method}={method.method}{where}", *options])
 
     found = sorted(_fitting(target, model), key=lambda each: -_accepted_length(each[1]))
     trained = [described(method, folder) for method, folder in found]
@@ -99,7 +97,7 @@ def drafters_for(
         return load
     if on_cpu and model.weight_bytes >= _LARGE and not torch.cuda.is_available():
         if (first := _FIRST[model.config(weights).weights]) == "selfspec":
-            return [f"{own},lookup=true", *trained, "ngram=ngram"]
+            return [own, *trained, "ngram=ngram"]
         load.sort(key=lambda spec: not spec.startswith(f"{first}="))
     return load
 

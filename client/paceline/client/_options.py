@@ -125,8 +125,8 @@ class DraftOptions(Checked):
     """Draft only where that increases the speed. False: draft in every step, to measure drafting.
     """
     isolated: bool = False
-    """Drafters use no earlier texts for these, nor these for later ones: `ngram` and `lookup` else
-    remember the texts of a caller. To measure drafting of texts that are new to a drafter."""
+    """Draft without earlier texts of the caller, and keep these out of later drafts. To measure
+    drafting of texts that are new."""
 
     def __post_init__(self) -> None:
         expected = "a number of seconds > 0 and < 2**22"  # Milliseconds in 32 bits.

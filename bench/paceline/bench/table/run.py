@@ -265,20 +265,12 @@ def _wanted(args: argparse.Namespace, name: str) -> bool:
     return not args.contestants or any(word in name for word in args.contestants)
 
 
-def _without_lookup(spec: str) -> str:
-    """The same drafter without prompt lookup before it."""
-    spec = spec.replace(",lookup=true", "").replace(",lookup=false", "")
-    return f"{spec},lookup=false"
-
-
 def _drafters(args: argparse.Namespace, target: Path, weights: str) -> Iterator[tuple[str, str]]:
     """Names and specifications of Paceline's drafters for a target in a format."""
-    own = f"selfspec=selfspec:{target},weights=int4,lookup=true"
+    own = f"selfspec=selfspec:{target},weights=int4"
     for given in args.drafter or [*drafters_for(target, "cpu", weights), own]:
         name, _, spec = given.partition("=")
         yield name, spec
-        if args.without_lookup and not spec.startswith("ngram"):
-            yield f"{name}-alone", _without_lookup(spec)
 
 
 def contestants(

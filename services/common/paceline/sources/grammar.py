@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.sources.owners import Owners
+from paceline.sources.ratio import Ratio
 from paceline.tree import TokenTree
 
 _LARGEST = 512
@@ -155,14 +156,8 @@ class Choice(NamedTuple):
     token: int | Indent
     """The token chosen last, or a choice of form."""
 
-    right: float
+    again: Ratio
     """How often the one chosen before was chosen again."""
-
-    seen: float
-    """Of how many times."""
-
-
-_NEW = Choice(_ANY, 1.0, 2.0)
 
 
 class GrammarPlaces:
@@ -186,21 +181,20 @@ class GrammarPlaces:
         if known is not None:
             token = forms.token(known.token, spot.indent)
             if token is not None and spot.allows(token):
-                return token, known.right / known.seen
+                return token, known.again.value()
         behind, anywhere = spot.places()
         known = self._chosen.get(behind) or self._chosen.get(anywhere)
         if known is None or isinstance(known.token, Indent):
             return None
-        return known.token, known.right / known.seen
+        return known.token, known.again.value()
 
     def _observe(self, place: Place, chosen: int | Indent | None) -> None:
         """What was chosen at a place; None: something that is not remembered there."""
-        last, right, seen = self._chosen.pop(place, _NEW)
+        last, again = self._chosen.pop(place, None) or Choice(_ANY, Ratio(1.0, 2.0))
         if chosen is None and last == _ANY:
             return
-        again = last in (chosen, _ANY)
-        kept = last if chosen is None else chosen
-        self._chosen[place] = Choice(kept, _MEMORY * right + again, _MEMORY * seen + 1.0)
+        again.observe(right=last in (chosen, _ANY), memory=_MEMORY)
+        self._chosen[place] = Choice(last if chosen is None else chosen, again)
 
 
 class GrammarSource:

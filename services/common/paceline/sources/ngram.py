@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from paceline.checks import check_range
 from paceline.sources.owners import Owners
+from paceline.sources.ratio import Ratio
 from paceline.tree import EMPTY, TokenTree, grow
 
 _SEPARATOR = (1 << 32) - 1
@@ -237,8 +238,7 @@ class MatchStatistics:
         """Statistics of matches up to ``longest`` tokens. Observations also update ``prior``."""
         self._longest = longest
         self._groups = [_group(length) for length in range(longest + 1)]
-        self._correct = [0] * (self._groups[-1] + 1)
-        self._total = [0] * (self._groups[-1] + 1)
+        self._continued = [Ratio() for _ in range(self._groups[-1] + 1)]
         self._prior = prior
 
     def observe(self, match: int, predicted: Sequence[int], tokens: Sequence[int]) -> None:
@@ -252,12 +252,10 @@ class MatchStatistics:
         """Returns the probability that a match of ``match`` tokens continues for one more."""
         prior = _usual(match) if self._prior is None else self._prior.confidence(match)
         group = self._groups[match if match <= self._longest else self._longest]
-        return (self._correct[group] + _PRIOR_WEIGHT * prior) / (self._total[group] + _PRIOR_WEIGHT)
+        return self._continued[group].value(prior, _PRIOR_WEIGHT)
 
     def _count(self, match: int, *, correct: bool) -> None:
-        group = self._groups[min(match, self._longest)]
-        self._correct[group] += correct
-        self._total[group] += 1
+        self._continued[self._groups[min(match, self._longest)]].observe(right=correct)
         if self._prior is not None:
             self._prior._count(match, correct=correct)
 

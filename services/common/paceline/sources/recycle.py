@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from paceline.sources.owners import Owners
+from paceline.sources.ratio import Ratio
 from paceline.tree import EMPTY, TokenTree, grow
 
 WIDTH = 8
@@ -65,8 +66,7 @@ class RecycledTokens:
     def __init__(self, contexts: int) -> None:
         self._limit = contexts
         self._candidates: dict[Context, tuple[array[int], array[float]]] = {}
-        self._right = [0.0] * (_LONGEST + 1) * _BRANCHES * _BUCKETS
-        self._tried = [0.0] * len(self._right)
+        self._kinds = [Ratio() for _ in range((_LONGEST + 1) * _BRANCHES * _BUCKETS)]
 
     def note(self, context: Context, tokens: Sequence[int], chances: Sequence[float]) -> None:
         """Keep the likeliest tokens after a context, best first, with their probabilities. Those
@@ -95,17 +95,15 @@ class RecycledTokens:
 
     def confidence(self, length: int, rank: int, chance: float) -> float:
         """Probability that a candidate is the next token."""
-        kind = _kind(length, rank, chance)
-        return (self._right[kind] + _PRIOR_WEIGHT * chance) / (self._tried[kind] + _PRIOR_WEIGHT)
+        return self._kinds[_kind(length, rank, chance)].value(chance, _PRIOR_WEIGHT)
 
     def observe(
         self, length: int, tokens: Sequence[int], chances: Sequence[float], token: int
     ) -> None:
         """Candidates, best first, were followed by ``token``."""
         for rank, candidate in enumerate(tokens[:_BRANCHES]):
-            kind = _kind(length, rank, chances[rank])
-            self._right[kind] = _MEMORY * self._right[kind] + (candidate == token)
-            self._tried[kind] = _MEMORY * self._tried[kind] + 1.0
+            kind = self._kinds[_kind(length, rank, chances[rank])]
+            kind.observe(right=candidate == token, memory=_MEMORY)
 
 
 def _kind(length: int, rank: int, chance: float) -> int:

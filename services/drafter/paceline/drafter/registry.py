@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from paceline.drafter.methods import LOOKUP, method_class
-from paceline.drafter.methods.base import Drafter, LoadError, Resources, parse_options
-from paceline.drafter.methods.lookup import LookupDrafter, LookupOptions
+from paceline.drafter.methods import method_class
+from paceline.drafter.methods.base import Drafter, LoadError, Resources
 from paceline.drafter.session import DraftStatistics
 from paceline.drafter.spec import DrafterSpec, Roots
 from paceline.drafter.worker import settle
@@ -81,9 +80,7 @@ class Loader:
             name: str(self._roots.check(Path(text))) if name in folders and text else text
             for name, text in spec.options.items()
         }
-        lookup = {LOOKUP: options.pop(LOOKUP)} if LOOKUP in options else {}
         try:
-            wanted = parse_options(LookupOptions, lookup).lookup
             drafter = method_class(spec.method).load(folder, options, self._resources)
         except LoadError as error:
             raise LoadError(error.reason, f"drafter {spec.name!r}: {error}") from error
@@ -95,7 +92,7 @@ class Loader:
                 why += ", or give the verifier on this GPU a smaller --gpu-memory (default: 0.8)"
             raise LoadError(_OUT_OF_MEMORY, why) from error
         trim()  # what was used to load it
-        return LookupDrafter(drafter) if wanted else drafter
+        return drafter
 
 
 @dataclass(eq=False)

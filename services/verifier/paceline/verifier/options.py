@@ -138,11 +138,10 @@ class VerifierOptions:
     )
     sources: tuple[str, ...] = option(
         ("ngram", "grammar"),
-        "what the verifier guesses by itself, without a drafter service, for generations that name "
-        "no drafter, separated by commas, or none. ngram: what followed the newest tokens earlier "
-        "in the text, or in other texts of its owner; recycle: what the model found likely after "
-        "the same tokens before; grammar: what a schema, regex or grammar forces, or left as open "
-        "before (default: ngram,grammar)",
+        "what the verifier guesses by itself, beside any drafter, separated by commas, or none. "
+        "ngram: what followed the newest tokens earlier in the text, or in other texts of its "
+        "owner; recycle: what the model found likely after the same tokens before; grammar: what a "
+        "schema, regex or grammar forces, or left as open before (default: ngram,grammar)",
         type=source_names,
         metavar="NAMES",
     )

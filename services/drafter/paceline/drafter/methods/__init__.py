@@ -27,10 +27,6 @@ _BUILT_IN = {
 """The order is that in which methods are asked whose a folder is: ``lm`` takes any model. Where no
 accepted length is noted, ``paceline serve`` prefers methods in this order."""
 
-LOOKUP = "lookup"
-"""Option of every method: whether it looks up earlier text first
-(:mod:`paceline.drafter.methods.lookup`)."""
-
 
 def _methods() -> dict[str, EntryPoint]:
     """All installed methods by name. A built-in name cannot be registered again."""

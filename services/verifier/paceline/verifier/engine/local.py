@@ -1,8 +1,8 @@
 """Local sources: trees that the verifier guesses itself, without a drafter service.
 
 They cost microseconds, so they need no controller: a tree is made for every step, and the scheduler
-admits the nodes that are worth their time. A generation uses them if it names no drafter. Where the
-default drafter of a service drafts too, its tree and the local one are merged.
+admits the nodes that are worth their time. Every generation uses them but one without a drafter
+(``none``). Where a drafter service drafts too, its tree and the local one are merged.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from paceline.kernels import SamplingParams, gumbel_noise_at
 from paceline.sources.grammar import GrammarOwners, GrammarSource
 from paceline.sources.ngram import NgramOptions, NgramOwners, NgramSource
+from paceline.sources.ratio import worth_drafting
 from paceline.sources.recycle import Rank, RecycleOptions, RecycleOwners, RecycleSource
 from paceline.tree import EMPTY, TokenTree, merge
 from paceline.verifier.engine.job import LOCAL, Decode, Draft
@@ -28,7 +29,7 @@ _WARM = 512
 _TEXTS = NgramOptions(shared_tokens=1 << 18, owners=8)
 
 # Nodes that are proposed: twice as many as were admitted lately, within these.
-_FEWEST, _MOST = 4, 32
+_MIN_NODES, _MAX_NODES = 4, 32
 
 
 class LocalSources:
@@ -41,8 +42,8 @@ class LocalSources:
         self._places = GrammarOwners() if "grammar" in names else None
 
     def begin(self, job: Decode) -> LocalGuesses | None:
-        """The guesses for a generation from its newest token on; None if it uses none."""
-        if job.drafter not in ("", LOCAL.name):
+        """Return the guesses for a generation from its newest token on; None if it uses none."""
+        if job.drafter is None:
             return None
         sequence = job.sequence
         sampling, tokens = sequence.generation.sampling, sequence.tokens
@@ -68,7 +69,7 @@ class LocalGuesses:
         self.recycled: RecycleSource | None = None
         self.grammar: GrammarSource | None = None
         self.guide: Guide | None = None
-        self._nodes = float(_MOST)
+        self._nodes = float(_MAX_NODES)
         self._tree = EMPTY
         self._candidates: list[tuple[list[int], list[float]]] = []
 
@@ -98,9 +99,8 @@ class LocalGuesses:
 
     def admitted(self, drafted: int, admitted: int) -> None:
         """Note how many nodes of a local tree were worth their time."""
-        target = min(_MOST, max(_FEWEST, 2 * admitted))
-        if target < self._nodes or admitted == drafted:
-            self._nodes += 0.25 * (target - self._nodes)
+        target = min(_MAX_NODES, max(_MIN_NODES, 2 * admitted))
+        self._nodes = worth_drafting(self._nodes, drafted, admitted, target)
 
     def propose(self, nodes: int, depth: int, least: float) -> TokenTree:
         """A tree of at most so many nodes, none deeper than ``depth`` or less likely than ``least``

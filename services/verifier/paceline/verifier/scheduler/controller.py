@@ -27,6 +27,7 @@ from collections import OrderedDict
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from paceline.sources.ratio import worth_drafting
 from paceline.tree import MAX_NODES
 from paceline.verifier.scheduler.costs import FIRST_STEPS, OUTLIER, WEIGHT
 
@@ -70,9 +71,8 @@ class Account:
 
     def admitted(self, drafted: int, admitted: int) -> None:
         """A tree was cut to ``admitted`` nodes: the next may have twice as many and some more."""
-        target = 2 * admitted + 8
-        if target < self.nodes or admitted == drafted:
-            self.nodes = min(float(MAX_NODES), self.nodes + 0.25 * (target - self.nodes))
+        nodes = worth_drafting(self.nodes, drafted, admitted, 2 * admitted + 8)
+        self.nodes = min(float(MAX_NODES), nodes)
 
     def accepted(self, expected: float, accepted: int) -> None:
         """Correct the exponent by nodes whose survivals sum to ``expected``."""
