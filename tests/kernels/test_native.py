@@ -84,7 +84,7 @@ def test_sources_are_compiled_side_by_side(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(_compile, "_run", run)
     monkeypatch.setattr(_compile, "_compiler", lambda: "cc")
     assert _compile.build("generic", tmp_path).is_file()
-    assert linked == sorted(path.stem for path in _compile._SOURCES.glob("*.c"))
+    assert linked == sorted(path.stem for path in _compile.SOURCES.glob("*.c"))
 
 
 @pytest.mark.slow
@@ -121,12 +121,12 @@ def test_a_level_that_differs_from_plain_c_is_not_used(
 ) -> None:
     broken = _compile.levels_here()[0]
     sources = fresh / "native"
-    shutil.copytree(_compile._SOURCES, sources)
+    shutil.copytree(_compile.SOURCES, sources)
     right = (sources / "linear_blocks.h").read_text()
     wrong = right.replace("FORMAT_KERNELS(q8_rows, 0,", "FORMAT_KERNELS(q8_rows, 1,")  # as 4 bits
     assert wrong != right
     (sources / "linear_blocks.h").write_text(wrong)
-    monkeypatch.setattr(_compile, "_SOURCES", sources)
+    monkeypatch.setattr(_compile, "SOURCES", sources)
     monkeypatch.setenv(_native.VARIABLE, broken)
     with pytest.raises(KernelsError, match="every level differ from plain C"):
         _native.cpu_kernels()

@@ -17,7 +17,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-_SOURCES = Path(__file__).parent / "native"
+SOURCES = Path(__file__).parent / "native"
 PREBUILT = Path(__file__).parent / "prebuilt"
 """Folder of the libraries in a platform wheel."""
 
@@ -144,7 +144,7 @@ def _compiler() -> str:
 
 
 def _sources() -> list[Path]:
-    return sorted(_SOURCES.glob("*.[ch]"))
+    return sorted(SOURCES.glob("*.[ch]"))
 
 
 def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.kernels import _compile, structures
+from paceline.kernels import _compile
 
 VARIABLE = "PACELINE_CPU_LEVEL"
 
@@ -39,8 +39,6 @@ _OWN_NUMERICS = {"amx": "amx", "avx512bf16": "avx512_bf16"}
 _AT, _COUNT, _KEY = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64
 _FLOAT, _DOUBLE = ctypes.c_float, ctypes.c_double
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
-    "paceline_layout": (_COUNT, ctypes.c_char_p, _AT, _COUNT),
-    "paceline_limit": (_COUNT, ctypes.c_char_p),
     "paceline_linear_check": (_COUNT,),
     "paceline_dot_check": (_COUNT,),
     "paceline_linear_scratch": (_COUNT, _AT, _COUNT),
@@ -138,18 +136,12 @@ def load(level: str) -> CpuKernels:
 
 
 def _open(path: Path) -> ctypes.CDLL:
-    """Load a library and set the types of its functions.
-
-    Raises:
-        OSError: It cannot be loaded.
-        RuntimeError: Its structures or limits are not those of ``structures.py``.
-    """
+    """Load a library and set the types of its functions. Raises ``OSError`` if it cannot be
+    loaded."""
     library = ctypes.CDLL(str(path))
     for name, (result, *arguments) in _FUNCTIONS.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
-    if different := structures.why_different(library):
-        raise RuntimeError(f"{path}: {different}; change native/ and structures.py together")
     return library
 
 

@@ -16,9 +16,10 @@ from paceline.kernels._native import address, library
 from paceline.kernels.attention import Probe
 from paceline.kernels.caches import LayerTable
 from paceline.kernels.delta import DeltaPass
-from paceline.kernels.operations import OPERATIONS, run_one_by_one, whole_norms
+from paceline.kernels.operations import run_one_by_one, whole_norms
 from paceline.kernels.program import Kind, Operation, Pass, PassResult, Program
 from paceline.kernels.structures import (
+    CODES,
     LANES,
     MAX_HEAD_DIM,
     PRODUCTS,
@@ -273,9 +274,10 @@ class NativeProgram:
             weights[0] = ctypes.addressof(rule)
         for index, norm in enumerate(op.norms):
             weights[index] = address(norm.weight, "a norm")
-        alike = ("source", "delta", "out", "layer", "window", "rope", "gelu", "factor")
+        alike = ("delta", "out", "layer", "window", "rope", "gelu", "factor")
         return COperation(
-            kind=OPERATIONS[op.kind].code,
+            kind=CODES[op.kind.name],
+            in_=op.source,
             **{name: getattr(op, name) for name in alike},
             q_heads=0 if op.heads is None else op.heads.q_heads,
             kv_heads=0 if op.heads is None else op.heads.kv_heads,

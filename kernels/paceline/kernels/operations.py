@@ -1,9 +1,8 @@
-"""The operations of programs: how each runs on a GPU, and its code in ``native/program.h``."""
+"""The operations of programs: how each runs on a GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,7 +15,6 @@ from paceline.kernels.devices import kernels_for
 from paceline.kernels.program import Kind, Operation, Pass, PassResult, Program, Routing
 from paceline.kernels.rotated import IntSums
 from paceline.kernels.rows import clamped_gate, convolve_blocks, gelu_gate
-from paceline.kernels.structures import Code
 from paceline.kernels.trees import ContextBlock, plan_trees, send
 
 Rows = Tensor | IntSums
@@ -52,7 +50,7 @@ def run_one_by_one(program: Program, call: Pass) -> PassResult:
     """See :meth:`paceline.kernels.Executor.run`."""
     run = OneByOne(program, call)
     for op in program.operations:
-        out = OPERATIONS[op.kind].run(run, op)
+        out = OPERATIONS[op.kind](run, op)
         if out is not None:
             run.buffers[op.out] = out
     if run.states is not None:
@@ -258,34 +256,24 @@ def _attend_context(run: OneByOne, op: Operation) -> Tensor:
     return attended.flatten(1).to(run.program.dtype)
 
 
-@dataclass(frozen=True)
-class Implementation:
-    """How an operation of one kind runs."""
-
-    run: Callable[[OneByOne, Operation], Rows | None]
-    """On a GPU: returns the rows of buffer ``op.out``; None if it has no such buffer."""
-    code: Code
-    """By the compiled kernels."""
-
-
-OPERATIONS: Mapping[Kind, Implementation] = {
-    Kind.EMBED: Implementation(_embed, Code.EMBED),
-    Kind.INPUT: Implementation(_input, Code.INPUT),
-    Kind.ADD_NORM: Implementation(_add_norm, Code.ADD_NORM),
-    Kind.MULTIPLY: Implementation(_multiply, Code.MULTIPLY),
-    Kind.ROTATE: Implementation(_rotate, Code.ROTATE),
-    Kind.ATTEND: Implementation(_attend, Code.ATTEND),
-    Kind.ATTEND_CONTEXT: Implementation(_attend_context, Code.ATTEND_CONTEXT),
-    Kind.GATE: Implementation(_gate, Code.GATE),
-    Kind.ADD: Implementation(_add, Code.ADD),
-    Kind.TAP: Implementation(_tap, Code.TAP),
-    Kind.SELECT: Implementation(_select, Code.SELECT),
-    Kind.CAP: Implementation(_cap, Code.CAP),
-    Kind.ROUTE: Implementation(_route, Code.ROUTE),
-    Kind.SPREAD: Implementation(_spread, Code.SPREAD),
-    Kind.COMBINE: Implementation(_combine, Code.COMBINE),
-    Kind.CONVOLVE: Implementation(_convolve, Code.CONVOLVE),
-    Kind.DELTA: Implementation(_delta, Code.DELTA),
-    Kind.SIGMOID_GATE: Implementation(_sigmoid_gate, Code.SIGMOID_GATE),
+OPERATIONS: Mapping[Kind, Callable[[OneByOne, Operation], Rows | None]] = {
+    Kind.EMBED: _embed,
+    Kind.INPUT: _input,
+    Kind.ADD_NORM: _add_norm,
+    Kind.MULTIPLY: _multiply,
+    Kind.ROTATE: _rotate,
+    Kind.ATTEND: _attend,
+    Kind.ATTEND_CONTEXT: _attend_context,
+    Kind.GATE: _gate,
+    Kind.ADD: _add,
+    Kind.TAP: _tap,
+    Kind.SELECT: _select,
+    Kind.CAP: _cap,
+    Kind.ROUTE: _route,
+    Kind.SPREAD: _spread,
+    Kind.COMBINE: _combine,
+    Kind.CONVOLVE: _convolve,
+    Kind.DELTA: _delta,
+    Kind.SIGMOID_GATE: _sigmoid_gate,
 }
-"""All kinds of operations."""
+"""How each kind runs on a GPU: returns the rows of buffer ``op.out``; None if it has none."""

@@ -1,331 +1,154 @@
-"""The structures that Python and the compiled kernels share, and a check that both mean the same.
+"""The structures and limits that Python shares with the compiled kernels, read from their headers.
 
-Each class here mirrors a structure of the headers in ``native/``. When a library is loaded, the
-size of each structure and the offset and size of each field are compared with those that the C
-compiler chose, and the limits of both sides with each other: a field that was added on one side
-alone is an error at load, not a wrong address later.
+A library is named by a digest of its sources (:mod:`paceline.kernels._compile`): what is
+read here is what it was compiled from.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
-from enum import IntEnum
+import keyword
+import re
+from collections.abc import Sequence
 from typing import Any
 
-from paceline.kernels.trees import CHUNK, MAX_TREE_NODES
+from paceline.kernels._compile import SOURCES
 
-LANES = 16
-"""Widths in memory must be multiples of this."""
-
-MAX_HEAD_DIM = 512
-"""Values of a head in compiled programs."""
-
-MAX_TAPS = 8
-"""Positions that the convolution of the delta rule reads."""
-
-MAX_DRAFTED_NODES = MAX_TREE_NODES - 1
-"""Nodes of a drafted tree, without the anchor."""
-
-MAX_ROTATED_INS = (2**31 - 1) // (255 * 127)
-"""Inputs of linear layers in 8-bit integers without blocks: their sums fit an int32, of products
-with unsigned inputs too."""
-
-MAX_ROTATION = 512
-"""Inputs that such layers rotate together."""
-
-QUERY_TILE_ROWS = 128
-"""Query rows of a tile: its scores of a chunk fit a core's cache, and keys are converted once for
-many rows."""
+_HEADERS = ("limits.h", "vectors.h", "attention.h", "linear.h", "delta.h", "program.h", "draft.h")
+_TYPES = {"int64_t": ctypes.c_int64, "uint64_t": ctypes.c_uint64, "double": ctypes.c_double}
 
 
-class Code(IntEnum):
-    """Kinds of operations of compiled programs, as ``native/program.h`` numbers them."""
-
-    EMBED = 0
-    INPUT = 1
-    ADD_NORM = 2
-    MULTIPLY = 3
-    ROTATE = 4
-    ATTEND = 5
-    ATTEND_CONTEXT = 6
-    GATE = 7
-    ADD = 8
-    TAP = 9
-    SELECT = 10
-    CAP = 11
-    ROUTE = 12
-    SPREAD = 13
-    COMBINE = 14
-    DELTA = 15
-    SIGMOID_GATE = 16
-    CONVOLVE = 17
+def _text(header: str) -> str:
+    """A header without its comments."""
+    return re.sub(r"/\*.*?\*/", "", (SOURCES / header).read_text(), flags=re.DOTALL)
 
 
-class Products(IntEnum):
-    """How attention multiplies bfloat16 caches, as ``native/attention.h`` numbers it."""
+_TEXT = "".join(map(_text, _HEADERS))
+FIELDS = {name: fields for fields, name in re.findall(r"typedef struct \{([^}]*)\} (\w+);", _TEXT)}
+"""Declarations of the fields of each structure."""
 
-    CHAINS = 0
-    TILES = 1
-    DOTS = 2
+CODES = {
+    name: code
+    for names in re.findall(r"enum \{([^}]*)\};", _TEXT)
+    for code, name in enumerate(re.findall(r"\w+", names))
+}
+"""Numbers of enumerations by their names: of kinds of operations, and of products of attention."""
 
+LIMITS = {
+    name: int(value) for name, value in re.findall(r"#define (\w+) +(\d+) *\n", _text("limits.h"))
+}
+"""By their names in ``native/limits.h``."""
+
+LANES = LIMITS["WIDTH"]  # widths in memory must be multiples of this
+MAX_HEAD_DIM = LIMITS["MAX_DIM"]
+MAX_TAPS = LIMITS["MAX_TAPS"]
+MAX_ROTATED_INS, MAX_ROTATION = LIMITS["MAX_ROTATED_INS"], LIMITS["MAX_ROTATION"]
+QUERY_TILE_ROWS = LIMITS["QUERY_TILE_ROWS"]
 
 PRODUCTS = {
-    "portable": Products.CHAINS,
-    "amx": Products.TILES,
-    "avx512_bf16": Products.DOTS,
+    "portable": CODES["CHAINS"],
+    "amx": CODES["TILES"],
+    "avx512_bf16": CODES["DOTS"],
 }
-"""By numerics."""
+"""How attention multiplies bfloat16 caches, by numerics."""
 
 
-def _numbers(*names: str) -> list[tuple[str, Any]]:
-    """Fields of int64."""
-    return [(name, ctypes.c_int64) for name in names]
-
-
-def _pointers(*names: str) -> list[tuple[str, Any]]:
-    """Fields that are addresses."""
-    return [(name, ctypes.c_void_p) for name in names]
-
-
-def _floats(*names: str) -> list[tuple[str, Any]]:
-    """Fields of double precision."""
-    return [(name, ctypes.c_double) for name in names]
+def fields_of(structure: str) -> list[tuple[str, Any]]:
+    """Fields of a structure for ctypes, in order; one named by a word of Python ends in ``_``."""
+    fields: list[tuple[str, Any]] = []
+    for declaration in FIELDS[structure].split(";")[:-1]:
+        (kind, _), *names = re.findall(r"(\w+)(?:\[(\w+)\])?", declaration.replace("const", ""))
+        of: Any = ctypes.c_void_p if "*" in declaration else _TYPES[kind]
+        for name, length in names:
+            name += "_" * keyword.iskeyword(name)
+            fields.append((name, of * LIMITS[length] if length else of))
+    return fields
 
 
 class CPlane(ctypes.Structure):
-    """``Cache`` of ``native/vectors.h``: keys or values of a layer."""
+    """Keys or values of a layer."""
 
-    _fields_ = [*_pointers("data"), *_numbers("head_stride", "slot_stride", "slots")]
+    _fields_ = fields_of("Cache")
 
 
 class CQueryBlock(ctypes.Structure):
     """``QueryBlock`` of ``native/attention.h``."""
 
-    _fields_ = [
-        *_numbers("sequence", "start", "length", "row"),
-        *_pointers("depths", "paths", "path_starts"),
-    ]
+    _fields_ = fields_of("QueryBlock")
 
 
 class CProbe(ctypes.Structure):
     """``Probe`` of ``native/attention.h``."""
 
-    _fields_ = [*_numbers("block", "node", "weights", "stride"), *_pointers("out")]
+    _fields_ = fields_of("Probe")
 
 
 class CProbes(ctypes.Structure):
     """``Probes`` of ``native/attention.h``."""
 
-    _fields_ = [*_numbers("count"), *_pointers("probe")]
+    _fields_ = fields_of("Probes")
 
 
 class CMatrix(ctypes.Structure):
     """``Matrix`` of ``native/linear.h``."""
 
-    _fields_ = [
-        *(*_numbers("outs", "ins", "format"), *_pointers("values")),
-        *_numbers("minima", "scales_f16", "offset", "rotation"),
-        *(*_pointers("bias"), *_numbers("tiles_bf16")),
-    ]
+    _fields_ = fields_of("Matrix")
 
 
 class CDelta(ctypes.Structure):
     """``Delta`` of ``native/delta.h``."""
 
-    _fields_ = [
-        *_numbers("key_heads", "value_heads", "key_dim", "value_dim", "taps"),
-        *(*_pointers("convolution", "rates", "bias", "norm"), *_floats("eps")),
-    ]
+    _fields_ = fields_of("Delta")
 
 
 class CStates(ctypes.Structure):
     """``States`` of ``native/delta.h``."""
 
-    _fields_ = [
-        *_numbers("start", "replayed", "from_rows", "to_rows"),
-        *_pointers("from_", "from_window", "from_log", "to", "to_window", "to_log"),
-    ]
+    _fields_ = fields_of("States")
 
 
 class COperation(ctypes.Structure):
     """``Operation`` of ``native/program.h``."""
 
-    _fields_ = [
-        *_numbers("kind", "source", "delta", "out", "layer", "window", "q_heads", "kv_heads"),
-        *_numbers("bf16", "rope", "whole", "gelu", "experts", "among"),
-        *(*_pointers("weight", "second"), *_floats("eps", "factor", "limit")),
-    ]
+    _fields_ = fields_of("Operation")
 
 
 class CBuffer(ctypes.Structure):
     """``Buffer`` of ``native/program.h``."""
 
-    _fields_ = _numbers("width", "extent")
+    _fields_ = fields_of("Buffer")
 
 
 class CProgram(ctypes.Structure):
     """``Program`` of ``native/program.h``."""
 
-    _fields_ = [
-        *(*_numbers("operations", "selecting"), *_pointers("operation")),
-        *(*_numbers("buffers"), *_pointers("buffer")),
-        *_numbers("vocabulary", "q_heads", "kv_heads", "dim", "top", "products"),
-        *_floats("scale", "cap"),
-    ]
+    _fields_ = fields_of("Program")
 
 
 class CQueries(ctypes.Structure):
     """``Queries`` of ``native/program.h``."""
 
-    _fields_ = [*_numbers("count"), *_pointers("row", "out")]
+    _fields_ = fields_of("Queries")
 
 
 class CRun(ctypes.Structure):
     """``Run`` of ``native/program.h``."""
 
-    _fields_ = [
-        *(*_numbers("rows", "selected", "threads"), *_pointers("tokens", "position")),
-        *(*_pointers("selection", "table"), *_numbers("table_rows", "sequences")),
-        *_pointers("caches"),
-        *(*_numbers("kv_type", "blocks"), *_pointers("block", "contexts", "context_block")),
-        *(*_numbers("context_type"), *_pointers("inputs"), *_numbers("inputs_bf16")),
-        *(*_numbers("tiles"), *_pointers("tile", "logits", "taps"), *_numbers("taps_bf16")),
-        *_pointers("probes", "queries", "states", "committed", "nanoseconds", "memory"),
-    ]
+    _fields_ = fields_of("Run")
 
 
 class CModel(ctypes.Structure):
-    """``Model`` of ``native/draft.h``."""
+    """A model of drafts: see ``native/draft.h``."""
 
-    _fields_ = [
-        *(*_pointers("context", "block"), *_numbers("length", "levels", "hidden", "states")),
-        *(*_pointers("text"), *_numbers("state_input", "bf16", "kv_type", "mask", "drafted")),
-        *(*_pointers("ids"), *_numbers("rank"), *_pointers("w1", "w2", "confidence", "offsets")),
-        *_pointers("temperatures"),
-    ]
+    _fields_ = fields_of("Model")
 
 
 class DraftText(ctypes.Structure):
-    """A text that is drafted for, and its tree: ``Text`` of ``native/draft.c``.
+    """A text that is drafted for, and its tree: ``Text`` of ``native/draft.h``."""
 
-    Attributes:
-        context: Address of the context's table; see :class:`~paceline.kernels.LayerTable`.
-        base: Position in the context's first slot, a multiple of ``CHUNK``.
-        first: First position whose states, or token, are new.
-        length: Position of the anchor, the text's newest token; with a :class:`StateText` its slot,
-            which is that of the position before.
-        fresh: Address of the new states, ``[length - first, states]`` of a block model, ``[length +
-            1 - first, states]`` of a :class:`StateText`.
-        tokens: Address of other models' new tokens, int64 ``[length + 1 - first]``.
-        newest: Address of memory for a block model's states of the newest position; kept between
-            calls.
-        target: Address of the table of the target's keys and values, if the model reads them.
-        slots: Number of their slots.
-        anchor: The newest token.
-        row: Its row of W1.
-        count: Number of logits of which candidates are taken, the first ones.
-        temperature: Scores are ``logits / temperature + noise``; 0: the logits.
-        seed: Of the noise.
-        nodes: Maximum number of nodes.
-        depth: Maximum length of a path.
-        levels: Numbers in ``width``; see :meth:`set_widths`.
-        width: Numbers of nodes of the levels.
-        min_score: Nodes with a lower log of the survival are not expanded.
-        drafted: Number of nodes of the tree, which are sorted by falling survival.
-        token: Token ids of the nodes.
-        parent: Their parents; -1: the anchor.
-        chance: Their confidences.
-    """
-
-    _fields_ = [
-        *(
-            *_pointers("context"),
-            *_numbers("base", "first", "length"),
-            *_pointers("fresh", "tokens"),
-        ),
-        *(*_pointers("newest", "target"), *_numbers("slots")),
-        *(*_numbers("anchor", "row", "count"), ("temperature", ctypes.c_double)),
-        *(("seed", ctypes.c_uint64), *_numbers("nodes", "depth", "levels")),
-        ("width", ctypes.c_int64 * MAX_DRAFTED_NODES),
-        *(("min_score", ctypes.c_double), *_numbers("drafted")),
-        ("token", ctypes.c_int64 * MAX_DRAFTED_NODES),
-        ("parent", ctypes.c_int64 * MAX_DRAFTED_NODES),
-        ("chance", ctypes.c_double * MAX_DRAFTED_NODES),
-    ]
+    _fields_ = fields_of("Text")
 
     def set_widths(self, widths: Sequence[int]) -> None:
         """Set the numbers of nodes of the levels; the last one is of all deeper levels."""
-        self.levels = min(len(widths), MAX_DRAFTED_NODES)
+        self.levels = min(len(widths), LIMITS["MAX_NODES"])
         self.width[: self.levels] = widths[: self.levels]
-
-
-STRUCTURES: Mapping[str, type[ctypes.Structure]] = {
-    "Cache": CPlane,
-    "QueryBlock": CQueryBlock,
-    "Probe": CProbe,
-    "Probes": CProbes,
-    "Matrix": CMatrix,
-    "Delta": CDelta,
-    "States": CStates,
-    "Operation": COperation,
-    "Buffer": CBuffer,
-    "Program": CProgram,
-    "Queries": CQueries,
-    "Run": CRun,
-    "Model": CModel,
-    "Text": DraftText,
-}
-"""By their names in C."""
-
-LIMITS: Mapping[str, int] = {
-    "WIDTH": LANES,
-    "MAX_DIM": MAX_HEAD_DIM,
-    "MAX_TREE_NODES": MAX_TREE_NODES,
-    "MAX_NODES": MAX_DRAFTED_NODES,
-    "MAX_TAPS": MAX_TAPS,
-    "MAX_ROTATED_INS": MAX_ROTATED_INS,
-    "MAX_ROTATION": MAX_ROTATION,
-    "QUERY_TILE_ROWS": QUERY_TILE_ROWS,
-    "CHUNK": CHUNK,
-    **{code.name: code.value for code in (*Code, *Products)},
-}
-"""By their names in ``native/limits.h``, and the codes of operations in ``native/program.h`` and of
-products in ``native/attention.h``."""
-
-
-def layout_of(structure: type[ctypes.Structure]) -> list[int]:
-    """Size of a structure, then offset and size of each of its fields. Unit: bytes."""
-    fields = [getattr(structure, field[0]) for field in structure._fields_]
-    return [ctypes.sizeof(structure), *(n for each in fields for n in (each.offset, each.size))]
-
-
-def why_different(library: ctypes.CDLL) -> str:
-    """Why a loaded library does not share these structures and limits; empty if it does."""
-    for name, structure in STRUCTURES.items():
-        ours, theirs = layout_of(structure), _told(library.paceline_layout, name)
-        if ours == theirs:
-            continue
-        fields = [field[0] for field in structure._fields_]
-        at = _first_difference(ours, theirs)
-        place = f"field {fields[(at - 1) // 2]!r}" if 0 < at < len(ours) else "its end"
-        return (
-            f"structure {name} of the compiled kernels has {theirs[0] if theirs else 'no'} bytes, "
-            f"{structure.__name__} has {ours[0]}; they differ first at {place}"
-        )
-    for name, limit in LIMITS.items():
-        if (found := library.paceline_limit(name.encode())) != limit:
-            return f"limit {name} of the compiled kernels is {found}, expected {limit}"
-    return ""
-
-
-def _told(layout: Any, name: str) -> list[int]:
-    numbers = (ctypes.c_int64 * 64)()
-    count = layout(name.encode(), numbers, len(numbers))
-    return numbers[:count]
-
-
-def _first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    pairs = zip(ours[1:], theirs[1:], strict=False)
-    same = next((at for at, (a, b) in enumerate(pairs, 1) if a != b), 0)
-    return same or min(len(ours), len(theirs))

@@ -19,14 +19,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from paceline.kernels.structures import LIMITS
+
 if TYPE_CHECKING:
     from paceline.kernels.executor import NativeTables
     from paceline.kernels.triton.plan import PlanTables
 
-MAX_TREE_NODES = 256
+MAX_TREE_NODES = LIMITS["MAX_TREE_NODES"]
 """Maximum number of nodes that a query block may have."""
 
-CHUNK = 256
+CHUNK = LIMITS["CHUNK"]
 """Keys per attention chunk. Chunks begin at absolute multiples of this in every batch."""
 
 

@@ -1,18 +1,18 @@
-/* Limits of what the kernels take, and how far ahead they fetch. paceline_limits (abi.c) tells them
- * to Python, which compares its own at load. */
+/* Limits of what the kernels take, and how far ahead they fetch. Python reads the numbers: see
+ * structures.py. */
 #ifndef PACELINE_LIMITS_H
 #define PACELINE_LIMITS_H
 
-#define WIDTH 16                       /* widths in memory are multiples of this, at every level */
-#define MAX_DIM 512                    /* values of a head */
-#define MAX_TREE_NODES 256             /* rows of a query block that is a tree: nodes and anchor */
-#define MAX_NODES (MAX_TREE_NODES - 1) /* nodes of a drafted tree */
-#define MAX_TAPS 8                     /* positions of a convolution */
-#define MAX_THREADS 256                /* threads of a team */
-#define MAX_ROTATED_INS 66311          /* 255 * 127 times it is a number of 32 bits */
-#define MAX_ROTATION 512               /* inputs that are rotated together */
-#define QUERY_TILE_ROWS 128 /* query rows of a tile: its scores of a chunk fit a core's cache */
-#define CHUNK 256           /* keys whose softmax is one step; see attention.c */
+#define WIDTH 16              /* widths in memory are multiples of this, at every level */
+#define MAX_DIM 512           /* values of a head */
+#define MAX_TREE_NODES 256    /* rows of a query block that is a tree: nodes and anchor */
+#define MAX_NODES 255         /* nodes of a drafted tree: without the anchor */
+#define MAX_TAPS 8            /* positions of a convolution */
+#define MAX_THREADS 256       /* threads of a team */
+#define MAX_ROTATED_INS 66311 /* 255 * 127 times it is a number of 32 bits */
+#define MAX_ROTATION 512      /* inputs that are rotated together */
+#define QUERY_TILE_ROWS 128   /* query rows of a tile: its scores of a chunk fit a core's cache */
+#define CHUNK 256             /* keys whose softmax is one step; see attention.c */
 
 /* Bytes. Hardware does not follow the order of keys; weights are one stream. Those that one range
  * of rows reads are fetched into the first-level cache, those that several read, and tiles, further
