@@ -30,7 +30,11 @@ ARCHITECTURES = {
 
 
 def write_gguf(
-    path: Path, folder: Path, kind: Kind = Kind.F32, kinds: Mapping[str, Kind] | None = None
+    path: Path,
+    folder: Path,
+    kind: Kind = Kind.F32,
+    kinds: Mapping[str, Kind] | None = None,
+    part_tensors: int = 0,
 ) -> Path:
     """Write the model of a folder, and its tokenizer.json if it has one.
 
@@ -39,10 +43,11 @@ def write_gguf(
         folder: A Hugging Face folder.
         kind: Format of all matrices.
         kinds: Formats of some tensors, by their names in the file.
+        part_tensors: Tensors of each part of a split file; 0: one file.
     """
     config = json.loads((folder / "config.json").read_text())
     architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=part_tensors)
     _add_config(writer, config)
     if (folder / "tokenizer.json").is_file():
         _add_tokenizer(writer, folder)

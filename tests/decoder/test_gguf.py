@@ -23,9 +23,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from paceline.decoder import (
     Decoder,
     LocalCache,
+    Packer,
     UnsupportedModelError,
     load_config,
     open_model,
+    prepare,
     weights_fingerprint,
 )
 from paceline.decoder.gguf_file import GgufFile, GgufTensor, converts, decode
@@ -151,10 +153,12 @@ def test_blocks_of_a_file_stay_blocks(models: dict[str, Path], tmp_path: Path, k
     """A matrix of blocks and plain rows becomes one of blocks; other plain ones are rotated."""
     kinds = {"blk.0.attn_v.weight": Kind.F16, "blk.0.attn_output.weight": Kind.F32}
     file = write_gguf(tmp_path / "model.gguf", models["llama"], kind, kinds)
-    large = Decoder.load(file, "int8").large_tensors()
-    formats = {name: each.format for name, each in large.items() if isinstance(each, PackedMatrix)}
-    assert formats.pop("layers.0.out") == "rotated"
-    assert formats.pop("layers.0.qkv") == "int8"
+    source = open_model(file)
+    config = source.config("int8")
+    parts = Packer(config, source.weights(config), "cpu").layer(0)
+    formats = {name: each.format for name, each in parts.items() if isinstance(each, PackedMatrix)}
+    assert formats.pop("out") == "rotated"
+    assert formats.pop("qkv") == "int8"
     assert set(formats.values()) == {"int8" if kind == Kind.Q8_0 else "int4"}
 
 
@@ -444,15 +448,28 @@ def test_files_that_are_no_models(tmp_path: Path) -> None:
     (tmp_path / "empty.gguf").touch()
     with pytest.raises(UnsupportedModelError, match="is empty"):
         open_model(tmp_path / "empty.gguf")
-    writer = gguf.GGUFWriter(tmp_path / "split.gguf", "llama")
-    writer.add_uint16("split.count", 2)
-    writer.add_tensor("output_norm.weight", np.zeros(4, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    with pytest.raises(UnsupportedModelError, match="one part of a split model"):
-        open_model(tmp_path / "split.gguf")
+
+
+def test_the_parts_of_a_split_file_are_one_model(models: dict[str, Path], tmp_path: Path) -> None:
+    whole = write_gguf(tmp_path / "whole.gguf", models["llama"])
+    write_gguf(tmp_path / "model.gguf", models["llama"], part_tensors=9)
+    first, second, third = sorted(tmp_path.glob("model-*.gguf"))
+    model = prepare(first)
+    assert model.description.name == "model"
+    assert model.description.source_bytes == sum(
+        each.stat().st_size for each in (first, second, third)
+    )
+    assert torch.equal(logits(model.decoder()), logits(prepare(whole).decoder()))
+    with pytest.raises(UnsupportedModelError, match="one of 3 parts of a model; give the first"):
+        open_model(second)
+    third.rename(tmp_path / "third.gguf")
+    with pytest.raises(UnsupportedModelError, match=f"3 parts, and .*{third.name} does not exist"):
+        open_model(first)
+    shutil.copy(second, third)
+    with pytest.raises(
+        UnsupportedModelError, match="says that it is part 1 of 3, from 0; expected 2"
+    ):
+        open_model(first)
 
 
 @pytest.mark.parametrize(
@@ -486,9 +503,13 @@ def test_matrices_that_are_not_in_the_format_asked_for_are_counted(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
     file = write_gguf(tmp_path / "model.gguf", models["qwen2"], Kind.Q8_0)
-    found = {each: Decoder.load(file, each).weights_kept for each in ("auto", "int4", "bfloat16")}
-    assert not any(found.values())
-    assert not Decoder.load(models["qwen2"], "int8").weights_kept
+    for path, weights in (
+        (file, "auto"),
+        (file, "int4"),
+        (file, "bfloat16"),
+        (models["qwen2"], "int8"),
+    ):
+        assert not prepare(path, weights).description.weights_kept
     matrices = sum(len(weight.shape) == 2 for weight in all_weights(file).values())
     kept = f"{matrices} matrices in blocks of 8 bits, as they are stored"
-    assert Decoder.load(file, "int8").weights_kept == kept
+    assert prepare(file, "int8").description.weights_kept == kept

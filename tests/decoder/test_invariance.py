@@ -16,6 +16,7 @@ from torch import Tensor
 from paceline.decoder import (
     Decoder,
     LocalCache,
+    Packer,
     check_batch_invariance,
     check_served,
     open_model,
@@ -76,7 +77,7 @@ def windowed(folder: Path, dtype: torch.dtype, window: int | None) -> Decoder:
     """A model with a window in its first layer."""
     source = open_model(folder)
     config = replace(source.config(dtype), windows=(window, None))
-    return Decoder(config, source.weights(config), "cpu")
+    return Decoder(config, Packer(config, source.weights(config), "cpu"), "cpu")
 
 
 def test_the_self_check_notices_deep_trees_behind_a_window(

@@ -1,19 +1,32 @@
-"""Published weights: the same bits, in memory that nobody can change."""
+"""Packed models: the same bits as in memory, kept in the cache folder, made again if damaged."""
 
+import errno
 import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from decoder_cases import FAMILIES
+from gguf_files import write_gguf
 
 from paceline.decoder import (
     Decoder,
     LocalCache,
+    PackedModel,
     PackedWeights,
+    UnsupportedModelError,
+    convert,
     open_model,
-    packed,
-    publish,
+    prepare,
+    store,
 )
+from paceline.decoder.model_source import cache_folder
+from paceline.decoder.packed import PackedWriter, new_memory
+from paceline.decoder.sandbox import run_in_child
 from paceline.decoder.weights import Linear, plain
 from paceline.kernels import Executor, Heads, Pass, QueryBlock, Recorder, plan_trees
 from paceline.kernels.rotated import RotatedMatrix
@@ -21,56 +34,207 @@ from paceline.kernels.rotated import RotatedMatrix
 TARGET = Path(__file__).parents[2] / "models" / "demo" / "target"
 
 
+@pytest.fixture(autouse=True)
+def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the entries, which is empty."""
+    kernels, home = cache_folder("kernels"), tmp_path / "cache" / "paceline"
+    home.mkdir(parents=True)
+    (home / "kernels").symlink_to(kernels)  # to compile them takes longer than all tests
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home.parent))
+    store._sweep.cache_clear()
+    return home / "packed"
+
+
 def logits(decoder: Decoder) -> torch.Tensor:
     cache = LocalCache(decoder.config)
     cache.reserve(9)
-    tokens = torch.arange(9)
     plan = plan_trees([QueryBlock(0, 0, None, 9)])
-    return decoder.forward(tokens, plan, [cache], logit_rows=None).logits
+    return decoder.forward(torch.arange(9), plan, [cache], logit_rows=None).logits
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["llama", "qwen2"])
-def test_a_model_over_published_weights_has_the_same_bits(
-    models: dict[str, Path], name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+def entry_of(packed: Path) -> Path:
+    (entry,) = packed.iterdir()
+    return entry
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_packed_model_has_the_bits_of_one_packed_in_memory(
+    models: dict[str, Path], name: str
 ) -> None:
-    own = Decoder.load(models[name], dtype)
-    file = publish(own.large_tensors())
-    try:
-        found = PackedWeights(file)
-        assert logits(Decoder.load(models[name], dtype, shared=found)).equal(logits(own))
-        with pytest.raises(KeyError):
-            found.get("layers.99.qkv")
-        with pytest.raises(OSError, match="not permitted"):
-            os.pwrite(file, b"x", 0)
-        with monkeypatch.context() as other:
-            other.setattr(packed, "_layout", lambda: "another")
-            with pytest.raises(ValueError, match="same version"):
-                PackedWeights(file)
-    finally:
-        os.close(file)
-    shared = Decoder.load(models[name], dtype, shared=found)
-    del found
-    assert logits(shared).equal(logits(own)), "a mapping outlives the descriptor"
+    for weights in ("auto", "bfloat16", "int8"):
+        expected = logits(Decoder.load(models[name], weights))
+        assert logits(prepare(models[name], weights).decoder()).equal(expected), weights
 
 
-def test_other_memory_is_refused(tmp_path: Path) -> None:
-    file = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
-    with pytest.raises(ValueError, match="not sealed"):
+def test_a_packed_model_says_what_its_files_say(models: dict[str, Path], tmp_path: Path) -> None:
+    for path in (TARGET, write_gguf(tmp_path / "model.gguf", models["llama"])):
+        for model in (prepare(path), prepare(path)):  # made, then read
+            source, found = open_model(path), model.description
+            assert found.config == source.config()
+            assert (found.name, found.fingerprint) == (source.name, source.fingerprint())
+            assert (model.tokenizer, found.tokenizer_digest) == (
+                source.tokenizer, source.tokenizer_digest,
+            )  # fmt: skip
+            assert found.special_tokens == source.special_tokens
+            assert found.chat_templates == source.chat_templates
+            assert found.architectures == source.architectures
+            assert found.source_bytes == source.weight_bytes
+
+
+def test_a_second_start_reads_the_entry(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reached: list[tuple[int, int]] = []
+    expected = logits(prepare(TARGET, progress=lambda *each: reached.append(each)).decoder())
+    layers = prepare(TARGET).description.config.layers
+    assert reached == [(count, layers) for count in range(1, layers + 1)]
+    monkeypatch.setattr(store, "_pack_in_child", None)
+    assert logits(prepare(TARGET).decoder()).equal(expected)
+
+
+def cut(entry: Path, name: str) -> None:
+    os.truncate(entry / name, (entry / name).stat().st_size - 100)
+
+
+def flip(entry: Path, name: str) -> None:
+    content = bytearray((entry / name).read_bytes())
+    content[-100] ^= 1  # of weights.bin in the header, before digest and length
+    (entry / name).write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["weights.bin", "model.json", "tokenizer.json"])
+@pytest.mark.parametrize(
+    "damage", [cut, flip, lambda entry, name: (entry / name).unlink()], ids=["cut", "flip", "gone"]
+)
+def test_a_damaged_entry_is_made_again(
+    packed: Path, name: str, damage: Callable[[Path, str], None]
+) -> None:
+    expected = logits(prepare(TARGET).decoder())
+    damage(entry_of(packed), name)
+    made: list[int] = []
+    assert logits(prepare(TARGET, progress=lambda *_: made.append(0)).decoder()).equal(expected)
+    assert made
+    assert (entry_of(packed) / name).is_file()
+
+
+def test_entries_of_changed_models_and_killed_processes_leave(
+    models: dict[str, Path], packed: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(models["llama"], tmp_path / "model")
+    first = logits(prepare(folder).decoder())
+    old = entry_of(packed)
+    shutil.copy(models["yarn"] / "config.json", folder / "config.json")
+    (killed := packed / "x.partial").mkdir()
+    (killed / "lock").touch()
+    store._sweep.cache_clear()
+    with pytest.raises(UnsupportedModelError):
+        prepare(folder)  # the weights are of another family
+    assert not list(packed.iterdir())
+    shutil.copy(models["llama"] / "config.json", folder / "config.json")
+    assert logits(prepare(folder).decoder()).equal(first)
+    assert entry_of(packed).name != old.name, "the file has another time"
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS])
+def test_a_folder_that_cannot_be_written_costs_nothing(
+    packed: Path, error: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = logits(Decoder.load(TARGET))
+    pwrite = os.pwrite
+
+    def refuse(file: int, data: bytes, offset: int) -> int:
+        if str(packed) in os.readlink(f"/proc/self/fd/{file}"):
+            raise OSError(error, os.strerror(error))
+        return pwrite(file, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", refuse)
+    assert logits(prepare(TARGET).decoder()).equal(expected)
+    assert "make room" in caplog.text
+    assert not list(packed.iterdir())
+    shutil.rmtree(packed)
+    packed.touch()  # no folder can be made there
+    assert logits(prepare(TARGET).decoder()).equal(expected)
+
+
+def test_two_processes_make_one_entry(packed: Path) -> None:
+    script = "import sys; from paceline.decoder import prepare; made = []\n"
+    script += "prepare(sys.argv[1], progress=lambda *_: made.append(0)); print(len(made))"
+    both = [
+        subprocess.Popen([sys.executable, "-c", script, TARGET], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    counts = sorted(int(each.communicate()[0]) for each in both)
+    assert counts == [0, prepare(TARGET).description.config.layers]
+    assert entry_of(packed)
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_an_entry_is_removed_while_it_is_used(packed: Path, share: bool) -> None:
+    model, expected = prepare(TARGET), logits(Decoder.load(TARGET))
+    running = model.decoder(weights=model.weights(share=share))
+    store.remove_packed(entry_of(packed))
+    assert not store.packed_models()
+    assert logits(running).equal(expected)
+    assert logits(model.decoder()).equal(expected), "its file is still open"
+
+
+def test_entries_are_listed_with_the_one_used_last_first(packed: Path) -> None:
+    for weights in ("float32", "int8", "float32"):
+        prepare(TARGET, weights)
+    first, second = store.packed_models()
+    assert (first.description.requested, second.description.requested) == ("float32", "int8")
+    assert first.description.source == str(TARGET.resolve())
+    assert first.size == sum(file.stat().st_size for file in first.folder.iterdir())
+    assert first.used > second.used
+
+
+def test_a_converted_folder_is_a_model(packed: Path, tmp_path: Path) -> None:
+    convert(TARGET, tmp_path / "made", "int8")
+    assert not packed.exists()
+    expected = logits(Decoder.load(TARGET, "int8"))
+    for weights in ("auto", "int8"):
+        assert logits(prepare(tmp_path / "made", weights).decoder()).equal(expected)
+    with pytest.raises(UnsupportedModelError, match="packed as 'int8', and is asked for as 'int4'"):
+        prepare(tmp_path / "made", "int4")
+    with pytest.raises(FileExistsError):
+        convert(TARGET, tmp_path / "made")
+    cut(tmp_path / "made", "weights.bin")
+    with pytest.raises(UnsupportedModelError, match="cut off; make it again with `paceline conv"):
+        prepare(tmp_path / "made")
+
+
+def test_other_files_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = new_memory()
+    with pytest.raises(ValueError, match="cut off"):
+        PackedWeights(file)
+    PackedWriter(file).finish()
+    PackedWeights(file)
+    monkeypatch.setattr("paceline.decoder.packed.LAYOUT", "another")
+    with pytest.raises(ValueError, match="same version"):
         PackedWeights(file)
     os.close(file)
-    (tmp_path / "file").write_bytes(b"x" * 4096)
-    with (tmp_path / "file").open("rb") as opened, pytest.raises(OSError, match="Invalid"):
-        PackedWeights(opened.fileno())
+
+
+def test_a_child_that_takes_too_much_is_ended() -> None:
+    def wait(_: Callable[[int, int], None]) -> None:
+        while True:
+            pass
+
+    with pytest.raises(UnsupportedModelError, match="it takes more than 0 s"):
+        run_in_child(wait, "it", seconds=0.1, memory=1 << 30)
+    with pytest.raises(UnsupportedModelError, match="takes more than 1 GB of memory"):
+        run_in_child(lambda _: bytearray(2 << 30), "it", seconds=60, memory=1 << 30)
+    with pytest.raises(UnsupportedModelError, match="it ended by signal 9"):
+        run_in_child(lambda _: os.kill(os.getpid(), 9), "it", seconds=60, memory=1 << 30)
+    with pytest.raises(ZeroDivisionError):
+        run_in_child(lambda _: 1 // 0, "it", seconds=60, memory=1 << 30)
 
 
 @pytest.mark.parametrize("weights", ["bfloat16", "int8"])
 def test_a_tied_embedding_is_in_memory_once(weights: str) -> None:
     """Rows for the lookup come from the packed head, in calls and in programs."""
-    source = open_model(TARGET)
-    decoder = Decoder.load(source, weights)
-    assert "embedding" not in decoder.large_tensors()
-    stored = source.weights(decoder.config)["model.embed_tokens.weight"]
+    model: PackedModel = prepare(TARGET, weights)
+    parts, decoder = model.weights().outer(), model.decoder()
+    assert "embedding" not in parts
+    stored = open_model(TARGET).weights(decoder.config)["model.embed_tokens.weight"]
     tokens = torch.tensor([0, 9, decoder.config.vocab_size - 1])
     expected = plain(stored, torch.float32)
     if weights == "int8":
@@ -81,7 +245,7 @@ def test_a_tied_embedding_is_in_memory_once(weights: str) -> None:
     assert decoder.embed(tokens).equal(expected)
     config = decoder.config
     program = Recorder(Heads(config.q_heads, config.kv_heads, config.head_dim), torch.float32)
-    x = program.embed(decoder.large_tensors()["head"])
+    x = program.embed(Linear(parts["head"]).weight)
     program.multiply(program.select(x), Linear(torch.eye(config.hidden)))
     plan, cache = plan_trees([QueryBlock(0, 0, None, 3)]), LocalCache(decoder.config)
     table = torch.zeros(4, config.head_dim)

@@ -12,7 +12,7 @@ import torch
 from decoder_cases import ask_tree, extend, path_to, random_tokens, save_model
 from torch import Tensor
 
-from paceline.decoder import Decoder, LocalCache, UnsupportedModelError, open_model
+from paceline.decoder import Decoder, LocalCache, Packer, UnsupportedModelError, open_model
 from paceline.kernels.rotated import (
     DOWN_SIZE,
     LARGEST,
@@ -158,7 +158,7 @@ def test_a_decoder_is_close_to_its_own_type(models: dict[str, Path], name: str) 
     source = open_model(models[name])
     with torch.inference_mode():
         config = source.config("int8")
-        decoder = Decoder(config, source.weights(config), "cpu")
+        decoder = Decoder(config, Packer(config, source.weights(config), "cpu"), "cpu")
     exact = Decoder.load(models[name])
     assert config.dtype == exact.config.dtype
     tokens, tree = random_tokens(90), random_tokens(len(PARENTS), seed=1)
@@ -177,7 +177,7 @@ def test_a_decoder_is_close_to_its_own_type(models: dict[str, Path], name: str) 
 def test_a_linear_layer_gives_a_row_alone_the_bits_of_a_batch(models: dict[str, Path]) -> None:
     source = open_model(models["qwen3"])
     config = source.config("int8")
-    decoder = Decoder(config, source.weights(config), "cpu")
+    decoder = Decoder(config, Packer(config, source.weights(config), "cpu"), "cpu")
     for layer in decoder.linears():
         x = torch.randn(70, layer.in_features)
         together = layer(x)
@@ -193,4 +193,4 @@ def test_what_it_cannot_run_is_refused(models: dict[str, Path], tmp_path: Path) 
     source = open_model(save_model(tmp_path, "llama", intermediate_size=164))
     config = source.config("int8")
     with pytest.raises(UnsupportedModelError, match=r"'layers.0.down'.* 164 inputs"):
-        Decoder(config, source.weights(config), "cpu")
+        Decoder(config, Packer(config, source.weights(config), "cpu"), "cpu")

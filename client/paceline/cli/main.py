@@ -67,6 +67,8 @@ COMMANDS = (
     Command("gateway", "paceline.cli.services", "serve OpenAI's HTTP interface", "gateway"),
     Command("compare", "paceline.cli.compare", "compare drafters with plain decoding", "gateway"),
     Command("drafters", "paceline.cli.drafters", "list, load, activate and unload drafters"),
+    Command("convert", "paceline.cli.models", "pack a model into a folder", "server"),
+    Command("models", "paceline.cli.models", "list and remove packed models", "server"),
     Command("health", "paceline.cli.connection", "check the health of a service", "server"),
     Command("doctor", "paceline.cli.doctor", "report on this machine and installation"),
     Command(

@@ -110,7 +110,7 @@ def model_path(text: str) -> Path:
 def local_model(text: str) -> Path:
     """Type of an argument that takes a model which must be there, as `model_path`."""
     path = model_path(text)
-    if not (path.is_file() or (path / "config.json").is_file()):
+    if not path.is_file() and not any((path / f).is_file() for f in ("config.json", "model.json")):
         raise argparse.ArgumentTypeError(f"there is no model at {text}: give a {MODEL}")
     return path
 

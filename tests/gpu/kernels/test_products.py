@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paceline.bench.gpu.cases import EIGHT_BILLION, SMALL, RandomWeights
-from paceline.decoder import Decoder, DecoderConfig, GraphRunner
+from paceline.decoder import Decoder, DecoderConfig, GraphRunner, Packer
 from paceline.decoder.products import describe_device, use_library_without_splits
 from paceline.verifier.kv.base import KvLayout
 from paceline.verifier.kv.pool import PagePool
@@ -36,7 +36,7 @@ CONFIGS = {
 
 def fixed(config: DecoderConfig, device: torch.device) -> Decoder:
     use_library_without_splits(fixed=True)
-    decoder = Decoder(config, RandomWeights(config, device, 0), device)
+    decoder = Decoder(config, Packer(config, RandomWeights(config, device, 0), device), device)
     decoder.fix_products()
     return decoder
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.bench.gpu.cases import SMALL, Pages, RandomWeights
-from paceline.decoder import Decoder, GraphRunner
+from paceline.decoder import Decoder, GraphRunner, Packer
 from paceline.kernels import (
     Probe,
     ProbedBlock,
@@ -90,9 +90,8 @@ def test_weights_in_8_bits_run_in_graphs(device: torch.device) -> None:
     tokens, block, found = list(range(64)), QueryBlock(0, 0, None, 64), []
     for weights, graphs in (("bfloat16", False), ("int8", False), ("int8", True)):
         pages = Pages(config, device, 2048)
-        decoder = Decoder(
-            replace(config, weights=weights), RandomWeights(config, device, 0), device
-        )
+        other = replace(config, weights=weights)
+        decoder = Decoder(other, Packer(other, RandomWeights(config, device, 0), device), device)
         if graphs:
             result = GraphRunner(decoder, pages).forward(tokens, [block], [0])
             assert result is not None
@@ -133,7 +132,10 @@ def decoders(device: torch.device) -> tuple[Decoder, Decoder]:
     """The same weights on the CPU and on the device."""
     weights = dict(RandomWeights(SMALL, torch.device("cpu"), 0))
     there = {name: tensor.to(device) for name, tensor in weights.items()}
-    return Decoder(SMALL, weights, torch.device("cpu")), Decoder(SMALL, there, device)
+    return (
+        Decoder(SMALL, Packer(SMALL, weights, "cpu"), "cpu"),
+        Decoder(SMALL, Packer(SMALL, there, device), device),
+    )
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from paceline.decoder import (
     ForwardResult,
     GraphRunner,
     LocalCache,
+    Packer,
 )
 from paceline.decoder.experts import Experts
 from paceline.decoder.graphs import FIXED_SHAPES, SHAPES
@@ -46,7 +47,9 @@ CONFIG = DecoderConfig(
 
 def make_decoder(config: DecoderConfig = CONFIG) -> Decoder:
     """With random weights, the same each time."""
-    return Decoder(config, RandomWeights(config, torch.device("cpu"), 0), "cpu")
+    return Decoder(
+        config, Packer(config, RandomWeights(config, torch.device("cpu"), 0), "cpu"), "cpu"
+    )
 
 
 @pytest.fixture
@@ -476,7 +479,8 @@ def test_a_row_whose_heads_share_a_norm_has_the_same_bits_alone_and_beside_other
     shapes |= {"model.embed_tokens.weight": (50, config.hidden), "model.norm.weight": (64,)}
     assert shapes["model.layers.0.self_attn.q_norm.weight"] == (config.q_heads * config.head_dim,)
     torch.manual_seed(0)
-    decoder = Decoder(config, {name: torch.randn(of) for name, of in shapes.items()}, "cpu")
+    weights = {name: torch.randn(of) for name, of in shapes.items()}
+    decoder = Decoder(config, Packer(config, weights, "cpu"), "cpu")
     runner, text = GraphRunner(decoder, pool), [5, 6, 7]
 
     def forward(tokens: list[int], *blocks: QueryBlock) -> Tensor:

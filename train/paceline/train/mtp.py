@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from paceline.decoder import ModelSource, open_model, store_blocks
 from paceline.decoder.folder_files import read_object
-from paceline.decoder.layer import read_norm
+from paceline.decoder.pack import read_norm
 from paceline.drafter.methods.base import SECTION
 from paceline.drafter.methods.checkpoint import CONFIG_FILE
 from paceline.drafter.methods.mtp import MtpConfig, MtpModel, save_mtp
@@ -40,7 +40,7 @@ _LAYER_SCALE = 1 / 32
 def _final_norm(source: ModelSource) -> Tensor:
     """Factors of a target's final norm, ``[hidden]``."""
     config, tensors = source.config(), source.tensors(torch.float32, "cpu")
-    return read_norm(config, tensors, "model.norm", config.hidden).weight
+    return read_norm(config, tensors, "model.norm", config.hidden)
 
 
 @dataclass

@@ -24,7 +24,7 @@ from paceline.bench.gpu.cases import (
     missed_targets,
     report,
 )
-from paceline.decoder import Decoder, DecoderConfig, GraphRunner
+from paceline.decoder import Decoder, DecoderConfig, GraphRunner, Packer
 from paceline.decoder.products import use_library_without_splits
 from paceline.kernels import MAX_TREE_NODES, ProbedBlock, QueryBlock, plan_trees
 
@@ -74,7 +74,7 @@ def measure(
     Returns:
         What was reported of each context.
     """
-    decoder = Decoder(config, RandomWeights(config, device, 0), device)
+    decoder = Decoder(config, Packer(config, RandomWeights(config, device, 0), device), device)
     fast: dict[int, float] = {}
     if device.type == "cuda":  # numerics fast, then what a verifier serves by default
         use_library_without_splits(fixed=False)
@@ -279,7 +279,7 @@ def compare(decoder: Decoder, context: int) -> dict[str, int]:
 def check(config: DecoderConfig, contexts: Sequence[int], device: torch.device) -> int:
     """Report the rows of a model with random weights that differ behind each context; returns their
     number."""
-    decoder = Decoder(config, RandomWeights(config, device, 0), device)
+    decoder = Decoder(config, Packer(config, RandomWeights(config, device, 0), device), device)
     if device.type == "cuda":
         use_library_without_splits(fixed=True)  # as a verifier serves by default
         report(f"{config.weights}, products", str(decoder.fix_products()))

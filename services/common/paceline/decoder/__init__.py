@@ -15,8 +15,10 @@ from paceline.decoder.graphs import Capturing, GraphRunner
 from paceline.decoder.invariance import BatchInvariance, check_batch_invariance, check_served
 from paceline.decoder.model import Decoder, ForwardResult
 from paceline.decoder.model_source import ModelSource
-from paceline.decoder.packed import PackedWeights, publish
+from paceline.decoder.pack import Packer
+from paceline.decoder.packed import PackedWeights
 from paceline.decoder.sources import load_config, open_model, weights_fingerprint
+from paceline.decoder.store import PackedModel, convert, prepare
 from paceline.decoder.weights import plain_folder, store_blocks
 from paceline.kernels import KVCacheView
 
@@ -32,16 +34,19 @@ __all__ = [
     "KVCacheView",
     "LocalCache",
     "ModelSource",
+    "PackedModel",
     "PackedWeights",
+    "Packer",
     "UnsupportedModelError",
     "check_batch_invariance",
     "check_served",
+    "convert",
     "device_lost",
     "find_device",
     "load_config",
     "open_model",
     "plain_folder",
-    "publish",
+    "prepare",
     "receive",
     "store_blocks",
     "use_device",

@@ -5,11 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 logger = logging.getLogger("paceline.device")
 
@@ -106,6 +110,19 @@ def receive(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 class DeviceLost(Exception):
     """The device fails every call; only a new process can use it again."""
+
+
+def map_on_cores(
+    work: Callable[[int], T], numbers: Iterable[int], cores: int | None = None
+) -> list[T]:
+    """The results of work for some numbers, one on each core, where most of it runs on one thread;
+    ``cores`` are as many as this process has threads for a step unless given."""
+    threads = torch.get_num_threads()
+    count = cores or threads
+    with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        results = list(pool.map(work, numbers))
+    torch.set_num_threads(threads)  # later threads begin with the newest setting of any
+    return results
 
 
 def device_lost(device: torch.device | str) -> DeviceLost | None:

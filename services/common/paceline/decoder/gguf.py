@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -28,6 +29,7 @@ from paceline.decoder.gguf_file import (
     check_format,
     converts,
     decode,
+    part_paths,
     read_gguf,
 )
 from paceline.decoder.gguf_tokenizer import GgufTokenizer
@@ -66,8 +68,6 @@ class Metadata:
         self.architecture = str(self._values.get("general.architecture"))
         self.model_type = self._model_type()
         self.family = FAMILIES[self.model_type]
-        if self._values.get("split.count", 1) not in (0, 1):
-            raise self._error("one part of a split model; merge the parts to one file")
         tensors = file.tensors
         self.layers = self.count("block_count")
         self.hidden = self.count("embedding_length")
@@ -179,7 +179,7 @@ class GgufModel(ModelSource):
 
     @property
     def name(self) -> str:
-        return self.path.stem
+        return re.sub(r"-\d{5}-of-\d{5}$", "", self.path.stem)
 
     @cached_property
     def hf_config(self) -> Any:
@@ -217,7 +217,7 @@ class GgufModel(ModelSource):
         return (f"{self._metadata.family.model}ForCausalLM",)
 
     def config_facts(self) -> tuple[object, ...]:
-        return file_facts(self.path)
+        return tuple(map(file_facts, self.files()))
 
     def read_config(self, weights: torch.dtype | str) -> DecoderConfig:
         floats = {GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16}
@@ -259,7 +259,7 @@ class GgufModel(ModelSource):
     @cached_property
     def tokenizer(self) -> bytes:
         """As llama.cpp reads it. Raises ``UnsupportedModelError``: it is of an unknown kind."""
-        facts = ("tokenizer", *file_facts(self.path))
+        facts = ("tokenizer", *self.config_facts())
         return str(remembered(facts, self._tokenizer.tokenizer_json)).encode()
 
     @property
@@ -276,7 +276,7 @@ class GgufModel(ModelSource):
         return self._tokenizer.special_tokens()
 
     def files(self) -> list[Path]:
-        return [self.path]
+        return part_paths(self.path)
 
     def read_fingerprint(self) -> str:
         return fingerprint_files(b"", self.files())

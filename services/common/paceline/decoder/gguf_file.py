@@ -7,8 +7,9 @@ and takes seconds for a vocabulary. This one checks all of them, so a damaged fi
 from __future__ import annotations
 
 import mmap
+import re
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -35,6 +36,8 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MAX_DIMENSIONS = 4
+_MAX_PARTS = 1024
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.ASCII)
 _SCALARS = {
     GGUFValueType.UINT8: "<B",
     GGUFValueType.INT8: "<b",
@@ -122,10 +125,10 @@ class GgufArray:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """A GGUF file whose structure has been checked."""
+    """A GGUF file, or the parts of one that was split, whose structure has been checked."""
 
     path: Path
-    """The file."""
+    """The file, or its first part."""
 
     metadata: Mapping[str, Any]
     """Values by key; a :class:`GgufArray` for an array."""
@@ -133,18 +136,58 @@ class GgufFile:
     tensors: Mapping[str, GgufTensor]
     """Tensors by name."""
 
-    memory: mmap.mmap | None = None
-    """The mapped file."""
+    memory: Sequence[mmap.mmap] = ()
+    """The mapped files."""
 
     def release(self) -> None:
         """Give up the pages that were read; they are read again when they are needed."""
-        if self.memory is not None:
-            self.memory.madvise(mmap.MADV_DONTNEED)
+        for mapped in self.memory:
+            mapped.madvise(mmap.MADV_DONTNEED)
+
+
+def part_paths(path: Path) -> list[Path]:
+    """The files of a model by the first one: itself, or all parts ``NAME-00001-of-0000N.gguf``."""
+    match = _PART.fullmatch(path.name)
+    if match is None:
+        return [path]
+    name, _, total = match.groups()
+    count = min(int(total), _MAX_PARTS)
+    return [path.with_name(f"{name}-{part:05}-of-{total}.gguf") for part in range(1, count + 1)]
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Read metadata and places of tensors, and map the file. Raises ``UnsupportedModelError``: it
-    is damaged, or of a kind that is not supported; ``OSError``: it cannot be read."""
+    """Read metadata and places of tensors of a file and of its other parts, and map them.
+
+    Raises ``UnsupportedModelError`` if one is damaged, missing, or of a kind that is not supported,
+    ``OSError`` if it cannot be read.
+    """
+    first = _read_part(path)
+    count = first.metadata.get("split.count", 1) or 1
+    paths = part_paths(path) if count != 1 else [path]
+    if first.metadata.get("split.no", 0) or path != paths[0] or len(paths) != count:
+        raise UnsupportedModelError(
+            f"{path} is one of {count} parts of a model; give the first, NAME-00001-of-0000N.gguf, "
+            "with the others beside it"
+        )
+    parts = [first]
+    for number, part in enumerate(paths[1:], 1):
+        if not part.is_file():
+            raise UnsupportedModelError(f"{path} has {count} parts, and {part} does not exist")
+        parts.append(_read_part(part))
+        places = [parts[-1].metadata.get(f"split.{key}") for key in ("no", "count")]
+        if places != [number, count]:
+            raise UnsupportedModelError(
+                f"{part} says that it is part {places[0]} of {places[1]}, from 0; expected "
+                f"{number} of {count}"
+            )
+    tensors = {name: tensor for part in parts for name, tensor in part.tensors.items()}
+    if len(tensors) < sum(len(part.tensors) for part in parts):
+        raise UnsupportedModelError(f"{path}: two tensors of its parts have one name")
+    memory = [mapped for part in parts for mapped in part.memory]
+    return GgufFile(path, first.metadata, tensors, memory)
+
+
+def _read_part(path: Path) -> GgufFile:
     if not path.stat().st_size:
         raise UnsupportedModelError(f"{path} is empty, expected a GGUF file")
     with path.open("rb") as opened:
@@ -169,7 +212,7 @@ def read_gguf(path: Path) -> GgufFile:
     found = {entry.name: entry.place(reader, begin) for entry in entries}
     if len(found) < len(entries):
         raise reader.damaged("two tensors have one name")
-    return GgufFile(path, metadata, found, memory)
+    return GgufFile(path, metadata, found, [memory])
 
 
 @dataclass(frozen=True)

@@ -6,22 +6,19 @@ with a layer of its target's family, as heads for multi-token prediction are, re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from paceline.decoder.config import DecoderConfig, head_order
+from paceline.decoder.config import DecoderConfig
 from paceline.decoder.experts import Experts
-from paceline.decoder.families import DELTA_INPUTS, FAMILIES, delta_outs, expert_name
-from paceline.decoder.packed import PackedWeights
-from paceline.decoder.weights import Linear, Weight, fuse, in_int8, in_order, plain, take
+from paceline.decoder.families import FAMILIES, expert_name
+from paceline.decoder.packed import Part
+from paceline.decoder.weights import Linear
 from paceline.kernels import Delta, Heads, Norm, Recorder, Routing
-from paceline.kernels.linear import PackedMatrix
-from paceline.kernels.rotated import RotatedMatrix
 
 
 @dataclass(frozen=True)
@@ -160,129 +157,42 @@ def _feed_forward(config: DecoderConfig, program: Recorder, layer: DecoderLayer,
     return program.combine(program.multiply_slots(gate(gate_up), layer.down), routes)
 
 
-def read_norm(config: DecoderConfig, weights: Mapping[str, Weight], name: str, width: int) -> Norm:
-    weight = plain(take(weights, f"{name}.weight", (width,)), torch.float32)
-    return Norm(weight + config.norm_offset, config.norm_eps)
+def build_layer(config: DecoderConfig, parts: Mapping[str, Part]) -> DecoderLayer:
+    """A layer of its packed parts, by their names; see :mod:`paceline.decoder.pack`."""
 
+    def tensor(name: str) -> Tensor | None:
+        found = parts.get(name)
+        assert found is None or isinstance(found, Tensor)
+        return found
 
-def load_layer(
-    config: DecoderConfig,
-    weights: Mapping[str, Weight],
-    shared: PackedWeights | None,
-    device: torch.device,
-    index: int,
-) -> DecoderLayer:
-    base, family = f"model.layers.{index}.", FAMILIES[config.model_type]
-    dim = config.head_dim
-    q, kv, wide, hidden = (
-        config.q_heads * dim, config.kv_heads * dim, config.intermediate, config.hidden
-    )  # fmt: skip
+    def norm(name: str) -> Norm | None:
+        weight = tensor(name)
+        return None if weight is None else Norm(weight, config.norm_eps)
 
-    def fused(
-        matrix: str, names: Sequence[str], outs: Sequence[int], ins: int, bias: bool,
-        order: Tensor | None = None,
-    ) -> Linear:  # fmt: skip
-        if len(names) == 1:
-            outs = [sum(outs)]
+    def linear(name: str) -> Linear:
+        return Linear(parts[name], tensor(f"{name}.bias"))
 
-        def parts(kind: str, *tail: int) -> Weight:
-            each = zip(names, outs, strict=True)
-            rows = fuse([take(weights, f"{base}{n}.{kind}", (o, *tail)) for n, o in each])
-            return rows if order is None else in_order(rows, order)
-
-        name = f"layers.{index}.{matrix}"
-        weight: Weight | PackedMatrix | RotatedMatrix
-        weight = parts("weight", ins) if shared is None else shared.get(name)
-        added = plain(parts("bias"), torch.float32) if bias else None
-        if config.weights == "int8" and matrix != "router":
-            weight = in_int8(name, weight, added, device)
-        return Linear(weight, added)
-
-    def norm(name: str, width: int) -> Norm:
-        return read_norm(config, weights, base + name, width)
-
-    delta = None
-    if index in config.delta_layers:
-        delta = _delta(config, partial(take, weights), f"{base}linear_attn.")
-    head_norms = None
-    if config.qk_norm and delta is None:
-        widths = (q, kv) if family.qk_norm == "rows" else (dim, dim)
-        q_norm, k_norm = norm("self_attn.q_norm", widths[0]), norm("self_attn.k_norm", widths[1])
-        order = head_order(config)
-        if order is not None:
-            q_norm, k_norm = (replace(n, weight=n.weight[order]) for n in (q_norm, k_norm))
-        head_norms = (q_norm, k_norm)
-
-    def feed_forward(matrix: str, names: Sequence[str], outs: Sequence[int], ins: int) -> Any:
-        bias = config.mlp_bias
+    def feed_forward(name: str) -> Linear | Experts:
         if not config.experts:
-            return fused(matrix, [f"mlp.{name}" for name in names], outs, ins, bias)
-        return Experts(
-            [
-                fused(
-                    f"{matrix}.{e}", [f"mlp.experts.{e}.{name}" for name in names], outs, ins, bias
-                )
-                for e in range(config.experts)
-            ]
-        )
+            return linear(name)
+        return Experts([linear(f"{name}.{expert}") for expert in range(config.experts)])
 
-    sinks = None
-    if family.sinks:
-        found = take(weights, f"{base}self_attn.sinks.weight", (config.q_heads,))
-        sinks = plain(found, torch.float32)
-    qkv, router = [f"self_attn.{name}" for name in family.qkv], None
-    if config.experts:
-        router = fused("router", ["mlp.router"], (config.experts,), hidden, family.router_bias)
-    if delta is not None:
-        names = [f"linear_attn.{name}" for name in DELTA_INPUTS]
-        mixed = fused("qkv", names, delta_outs(delta.shape), hidden, False)
-        heads = delta.shape.value_heads * delta.shape.value_dim
-        out = fused("out", ["linear_attn.out_proj"], (hidden,), heads, False)
-    else:
-        outs = (q * (1 + family.gated), kv, kv)
-        mixed = fused("qkv", qkv, outs, hidden, config.qkv_bias, _rows_in_order(config))
-        out = fused("out", ["self_attn.o_proj"], (hidden,), q, config.o_bias)
+    q_norm, k_norm, delta = norm("q_norm"), norm("k_norm"), None
+    if "delta.norm" in parts:
+        names = ("convolution", "rates", "bias")
+        vectors: Any = {name: tensor(f"delta.{name}") for name in names}
+        shape, delta_norm = config.delta, norm("delta.norm")
+        assert shape is not None
+        assert delta_norm is not None
+        delta = Delta(shape, **vectors, norm=delta_norm)
     return DecoderLayer(
-        norms=tuple(norm(name, hidden) if name else None for name in family.norms),
-        qkv=mixed,
+        norms=tuple(norm(f"norms.{at}") for at in range(len(FAMILIES[config.model_type].norms))),
+        qkv=linear("qkv"),
         delta=delta,
-        head_norms=head_norms,
-        sinks=sinks,
-        out=out,
-        router=router,
-        gate_up=feed_forward("gate_up", family.gate_up, (wide, wide), hidden),
-        down=feed_forward("down", ["down_proj"], (hidden,), wide),
+        head_norms=None if q_norm is None or k_norm is None else (q_norm, k_norm),
+        sinks=tensor("sinks"),
+        out=linear("out"),
+        router=linear("router") if "router" in parts else None,
+        gate_up=feed_forward("gate_up"),
+        down=feed_forward("down"),
     )
-
-
-def _delta(config: DecoderConfig, read: Callable[..., Weight], base: str) -> Delta:
-    """What a layer with the gated delta rule has besides its projections."""
-    shape = config.delta
-    assert shape is not None
-
-    def vector(name: str, *size: int) -> Tensor:
-        return plain(read(base + name, size), torch.float32)
-
-    return Delta(
-        shape,
-        convolution=vector("conv1d.weight", shape.channels, 1, shape.taps)[:, 0].T.contiguous(),
-        rates=vector("A_log", shape.value_heads).exp(),
-        bias=vector("dt_bias", shape.value_heads).contiguous(),
-        norm=Norm(vector("norm.weight", shape.value_dim).contiguous(), config.norm_eps),
-    )
-
-
-def _rows_in_order(config: DecoderConfig) -> Tensor | None:
-    """The rows of q, k and v with the dimensions of q and k in the order of the rotary table, and
-    gates behind all of them."""
-    order, dim = head_order(config), config.head_dim
-    gated = FAMILIES[config.model_type].gated
-    if order is None and not gated:
-        return None
-    order = torch.arange(dim) if order is None else order
-    wide = (1 + gated) * config.q_heads * dim
-    queries = torch.arange(wide).view(config.q_heads, -1, dim)
-    keys = torch.arange(config.kv_heads * dim).view(-1, dim) + wide
-    values = keys + config.kv_heads * dim
-    parts = [queries[:, 0, order], keys[:, order], values, queries[:, 1:]]
-    return torch.cat([part.flatten() for part in parts])

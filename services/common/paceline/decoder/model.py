@@ -6,11 +6,9 @@ RoPE are float32 for bfloat16 weights too; the compiled kernels keep all activat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Protocol, Self
 
@@ -18,34 +16,26 @@ import torch
 from torch import Tensor
 
 from paceline.decoder.config import DecoderConfig, Rope, UnsupportedModelError
+from paceline.decoder.device import map_on_cores
 from paceline.decoder.experts import Experts
-from paceline.decoder.families import DELTA_TENSORS
 from paceline.decoder.layer import (
     DecoderLayer,
+    build_layer,
     heads_of,
-    layer_shapes,
     linears_of,
-    load_layer,
-    read_norm,
     record_entry,
     record_layer,
 )
-from paceline.decoder.model_source import ModelSource
-from paceline.decoder.packed import PackedWeights
+from paceline.decoder.model_source import ModelSource, about
+from paceline.decoder.pack import Packer
+from paceline.decoder.packed import Parts
 from paceline.decoder.products import FixedProducts, fix_products
 from paceline.decoder.sources import open_model
-from paceline.decoder.weights import (
-    Linear,
-    Weight,
-    WeightsOf,
-    in_int8,
-    is_rotated,
-    plain,
-    take,
-)
+from paceline.decoder.weights import Linear, is_rotated
 from paceline.kernels import (
     Executor,
     KVCacheView,
+    Norm,
     Pass,
     Probe,
     Program,
@@ -56,9 +46,7 @@ from paceline.kernels import (
 from paceline.kernels.caches import MAX_GPU_WIDTH
 from paceline.kernels.executor import NativeProgram
 from paceline.kernels.linear import PackedMatrix
-from paceline.kernels.rotated import RotatedMatrix, why_no_integers
-
-_EMBEDDING = "model.embed_tokens.weight"
+from paceline.kernels.rotated import why_no_integers
 
 
 @dataclass(frozen=True)
@@ -105,64 +93,34 @@ class Decoder:
     def __init__(
         self,
         config: DecoderConfig,
-        weights: Mapping[str, Weight],
+        parts: Parts,
         device: torch.device | str,
-        shared: PackedWeights | None = None,
         numerics: str = "portable",
     ) -> None:
-        """Build from tensors by their Hugging Face names; see :meth:`load`."""
+        """Build of packed parts; see :meth:`load`."""
         self.config = config
-        """Its configuration."""
         self.numerics = numerics_for(config, numerics)
-        """How its compiled kernels multiply bfloat16, as :func:`numerics_for` returns it."""
         self.device = torch.device(device)
-        """Device on which the model runs."""
-
-        def large(name: str, key: str) -> Weight | PackedMatrix:
-            if shared is not None:
-                return shared.get(name)
-            return take(weights, key, (config.vocab_size, config.hidden))
-
-        norm = read_norm(config, weights, "model.norm", config.hidden)
-        self.final_norm = replace(norm, weight=norm.weight * config.logit_scale)
-        """The norm before the LM head, with the model's factor on logits."""
-        head = large("head", _EMBEDDING if config.tied else "lm_head.weight")
-
-        def quantised(matrix: Weight | PackedMatrix) -> Weight | PackedMatrix | RotatedMatrix:
-            int8 = config.weights == "int8"
-            return in_int8("head", matrix, None, self.device) if int8 else matrix
-
-        self._head = Linear(quantised(head))
-        self._embedding: Tensor | PackedMatrix
-        if not config.tied:
-            embedding = large("embedding", _EMBEDDING)
-            assert not isinstance(embedding, PackedMatrix)
-            self._embedding = plain(embedding, config.dtype).contiguous()
-        elif is_rotated(config.weights, self.device):
-            self._embedding = Linear(head).weight
-        else:
-            self._embedding = self._head.weight
-        self._layers = self._load_layers(partial(load_layer, config, weights, shared, self.device))
-        _check_names(config, weights)
-        self.weights_kept = weights.kept if isinstance(weights, WeightsOf) else ""
-        """In words, what is not in the format of weights that was asked for; empty: nothing."""
+        outer = parts.outer()
+        norm, head, embedding = outer["norm"], outer["head"], outer.get("embedding")
+        assert isinstance(norm, Tensor)
+        self.final_norm = Norm(norm, config.norm_eps)  # with the model's factor on logits
+        self._head = Linear(head)
+        embedding = self._head.weight if embedding is None else embedding
+        assert isinstance(embedding, Tensor | PackedMatrix)
+        self._embedding = embedding
+        self._layers = self._load_layers(lambda index: build_layer(config, parts.layer(index)))
         self.rope = Rope(config, device)
-        """Cosines and sines of positions."""
         try:
             self._executor = Executor(self._record())
         except ValueError as error:
             raise UnsupportedModelError(str(error)) from error
 
     def _load_layers(self, load: Callable[[int], DecoderLayer]) -> list[DecoderLayer]:
-        """Load all layers: on a CPU one on each core, since most of it runs on one thread."""
         indices = range(self.config.layers)
         if self.device.type != "cpu":
             return list(map(load, indices))
-        threads = torch.get_num_threads()
-        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            layers = list(pool.map(load, indices))
-        torch.set_num_threads(threads)  # later threads begin with the newest setting of any
-        return layers
+        return map_on_cores(load, indices)
 
     @classmethod
     def load(
@@ -170,12 +128,11 @@ class Decoder:
         source: str | Path | ModelSource,
         weights: torch.dtype | str = "auto",
         device: torch.device | str = "cpu",
-        shared: PackedWeights | None = None,
         kv_cache_dtype: str = "auto",
         max_context: int | None = None,
         numerics: str = "portable",
     ) -> Self:
-        """Load a Hugging Face folder with safetensors weights, or a GGUF file.
+        """Pack a Hugging Face folder with safetensors weights, or a GGUF file, in memory.
 
         Args:
             source: The folder or file.
@@ -183,11 +140,8 @@ class Decoder:
                 float16). int8 quantises with one scale an output over rotated inputs
                 (:mod:`paceline.kernels.rotated`), int4 in blocks of 32.
             device: Where to run.
-            shared: The ``large_tensors`` that a decoder of the same model and format has published,
-                mapped instead of loaded. None: all tensors are loaded.
-            kv_cache_dtype: Type of its caches: float32, bfloat16, int8, or "auto" for that of
-                hidden states. Others than "auto" are supported on the CPU.
-            max_context: Maximum length of texts; None: that of the model.
+            kv_cache_dtype: See :func:`config_for`.
+            max_context: See :func:`config_for`.
             numerics: How the CPU multiplies bfloat16 weights and caches; see
                 :func:`numerics_for`.
 
@@ -198,55 +152,12 @@ class Decoder:
                 a file is damaged.
             FileNotFoundError: There is no such file, or the folder has no config.json.
         """
-        found = open_model(source)
-        if kv_cache_dtype != "auto" and torch.device(device).type != "cpu":
-            raise ValueError(
-                f"kv_cache_dtype is {kv_cache_dtype!r}, which is supported on the CPU; with device "
-                f"{str(device)!r} use auto"
+        model = open_model(source)
+        with about(model.path), torch.inference_mode():
+            config = config_for(model.config(weights), device, kv_cache_dtype, max_context)
+            return cls(
+                config, Packer(config, model.weights(config, device), device), device, numerics
             )
-        config = found.config(weights).with_kv(kv_cache_dtype).with_context(max_context)
-        if config.experts and is_rotated(config.weights, torch.device(device)):
-            raise UnsupportedModelError(
-                f"{found.path}: weights are 'int8', and routed experts have no products in 8 bits "
-                "on a GPU: use bfloat16"
-            )
-        if is_rotated(config.weights, torch.device(device)) and (why := why_no_integers(device)):
-            raise UnsupportedModelError(
-                f"{found.path}: weights are 'int8', and {device} refuses a product of 8-bit "
-                f"integers, expected one that multiplies them: {why}; use bfloat16, or the CPU"
-            )
-        if config.delta_layers and torch.device(device).type != "cpu":
-            raise UnsupportedModelError(
-                f"{found.path}: layers of the gated delta rule are supported on the CPU; the "
-                f"device is {str(device)!r}"
-            )
-        if config.attention_cap and torch.device(device).type == "cuda":
-            raise UnsupportedModelError(
-                f"{found.path}: its attention scores have a soft cap, which is supported on the "
-                f"CPU; the device is {str(device)!r}"
-            )
-        if config.head_dim > MAX_GPU_WIDTH and torch.device(device).type == "cuda":
-            raise UnsupportedModelError(
-                f"{found.path}: its heads have {config.head_dim} elements, expected at most "
-                f"{MAX_GPU_WIDTH} on a GPU, whose shared memory holds no more; the device is "
-                f"{str(device)!r}: use the CPU"
-            )
-        try:
-            with torch.inference_mode():
-                return cls(config, found.weights(config, device), device, shared, numerics)
-        except UnsupportedModelError as error:
-            if str(found.path) in str(error):
-                raise
-            raise UnsupportedModelError(f"{found.path}: {error}") from error
-
-    def large_tensors(self) -> dict[str, Tensor | PackedMatrix]:
-        """Embedding and matrices by name, packed as in memory; no norms."""
-        found = {"head": self._head.weight}
-        if not self.config.tied:
-            found["embedding"] = self._embedding
-        for index, layer in enumerate(self._layers):
-            found |= {f"layers.{index}.{name}": each.weight for name, each in linears_of(layer)}
-        return found
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embedded tokens, int64 ``[n]``: float32 ``[n, hidden]``, before the model's factor on
@@ -363,6 +274,60 @@ class Decoder:
         return program.finish()
 
 
+def config_for(
+    config: DecoderConfig,
+    device: torch.device | str,
+    kv_cache_dtype: str = "auto",
+    max_context: int | None = None,
+) -> DecoderConfig:
+    """The configuration of a model that runs on a device.
+
+    Args:
+        config: The model's own.
+        device: Where to run.
+        kv_cache_dtype: Type of its caches: float32, bfloat16, int8, or "auto" for that of hidden
+            states. Others than "auto" are supported on the CPU.
+        max_context: Maximum length of texts; None: that of the model.
+
+    Raises:
+        ValueError: ``kv_cache_dtype`` is none of these, or not supported on the device.
+        UnsupportedModelError: The device lacks what the model needs.
+    """
+    kind = torch.device(device).type
+    if kv_cache_dtype != "auto" and kind != "cpu":
+        raise ValueError(
+            f"kv_cache_dtype is {kv_cache_dtype!r}, which is supported on the CPU; with device "
+            f"{str(device)!r} use auto"
+        )
+    rotated = is_rotated(config.weights, torch.device(device))
+    if rotated and config.experts:
+        raise UnsupportedModelError(
+            "weights are 'int8', and routed experts have no products in 8 bits on a GPU: use "
+            "bfloat16"
+        )
+    if rotated and (why := why_no_integers(device)):
+        raise UnsupportedModelError(
+            f"weights are 'int8', and {device} refuses a product of 8-bit integers, expected one "
+            f"that multiplies them: {why}; use bfloat16, or the CPU"
+        )
+    if config.delta_layers and kind != "cpu":
+        raise UnsupportedModelError(
+            "layers of the gated delta rule are supported on the CPU; the device is "
+            f"{str(device)!r}"
+        )
+    if config.attention_cap and kind == "cuda":
+        raise UnsupportedModelError(
+            "its attention scores have a soft cap, which is supported on the CPU; the device is "
+            f"{str(device)!r}"
+        )
+    if config.head_dim > MAX_GPU_WIDTH and kind == "cuda":
+        raise UnsupportedModelError(
+            f"its heads have {config.head_dim} elements, expected at most {MAX_GPU_WIDTH} on a "
+            f"GPU, whose shared memory holds no more; the device is {str(device)!r}: use the CPU"
+        )
+    return config.with_kv(kv_cache_dtype).with_context(max_context)
+
+
 def numerics_for(config: DecoderConfig, requested: str) -> str:
     """Numerics of the CPU for a model.
 
@@ -386,20 +351,3 @@ def numerics_for(config: DecoderConfig, requested: str) -> str:
     else:
         multiplied = config.kv_dtype == torch.bfloat16
     return chosen if multiplied else "portable"
-
-
-def _check_names(config: DecoderConfig, weights: Mapping[str, Weight]) -> None:
-    """Refuse tensors of layers that would be left out, such as biases or scales."""
-    known = {"self_attn.rotary_emb.inv_freq", *layer_shapes(config)}
-    for name in weights:
-        *start, index, part = name.split(".", 3)
-        if start != ["model", "layers"] or int(index) >= config.layers:
-            continue
-        own = known
-        if int(index) in config.delta_layers:
-            own = {each for each in known if not each.startswith("self_attn.")} | {*DELTA_TENSORS}
-        if part not in own:
-            raise UnsupportedModelError(
-                f"tensor {name!r} is not part of a model of type {config.model_type!r} with this "
-                "configuration"
-            )

@@ -12,11 +12,11 @@ import logging
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from importlib.metadata import version
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -55,9 +55,13 @@ def remembered(facts: tuple[object, ...], make: Callable[[], Any]) -> Any:
 
 def cache_file(kind: str, facts: tuple[object, ...]) -> Path:
     """The file for a value that depends on ``facts``, in the user's cache folder for its kind."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     key = hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
-    return Path(root, "paceline", kind, f"{key}.json")
+    return cache_folder(kind) / f"{key}.json"
+
+
+def cache_folder(kind: str) -> Path:
+    """The folder for some kind of files in the user's cache folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "paceline", kind)
 
 
 def store(file: Path, value: Any) -> None:
@@ -102,7 +106,7 @@ def remembered_by_transformers(facts: tuple[object, ...], make: Callable[[], Any
 
 
 def _in_child(make: Callable[[], Any]) -> Any:
-    if "transformers" in sys.modules or sys.platform != "linux":
+    if "transformers" in sys.modules or sys.platform != "linux" or parent_process() is not None:
         return make()
     receiver, sender = get_context("fork").Pipe(duplex=False)
     child = get_context("fork").Process(target=_send, args=(sender, make))
@@ -130,6 +134,17 @@ def file_facts(path: Path) -> tuple[object, ...]:
     """What tells a file from a changed one without reading it."""
     found = path.stat()
     return str(path.resolve()), found.st_size, found.st_mtime_ns, found.st_ino
+
+
+@contextmanager
+def about(path: Path) -> Iterator[None]:
+    """Name a model in the errors of the body."""
+    try:
+        yield
+    except UnsupportedModelError as error:
+        if str(path) in str(error):
+            raise
+        raise UnsupportedModelError(f"{path}: {error}") from error
 
 
 class ModelSource(ABC):
@@ -164,12 +179,8 @@ class ModelSource(ABC):
 
         names = [field.name for field in fields(DecoderConfig)]  # other versions have others
         facts = ("config", names, str(weights), *self.config_facts())
-        try:
-            found = remembered_by_transformers(facts, read)
-        except UnsupportedModelError as error:
-            named = str(self.path) in str(error)
-            raise error if named else UnsupportedModelError(f"{self.path}: {error}") from error
-        return DecoderConfig.from_json(found)
+        with about(self.path):
+            return DecoderConfig.from_json(remembered_by_transformers(facts, read))
 
     @abstractmethod
     def read_config(self, weights: torch.dtype | str) -> DecoderConfig:

@@ -1,139 +1,215 @@
-"""A model's large weights in shared memory, so that processes on one machine share one copy.
+"""A packed model: its weights in one file, as the kernels read them.
 
-Each process that loads a model packs its weights (:class:`paceline.decoder.weights.Linear`) into
-memory of its own. Here the packed bytes are written to a sealed memfd: memory without a name, whose
-descriptor is passed to other processes, and which the kernel frees with its last mapping.
+The file holds the tensors one after the other, then a header in JSON, its SHA-256 and its length.
+Where the disk is full it is a memfd: memory without a name. The descriptor can be passed to other
+processes.
 """
 
 from __future__ import annotations
 
 import ctypes
-import fcntl
+import hashlib
 import json
 import mmap
 import os
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import dropwhile, islice
+from threading import Lock
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from paceline.kernels.linear import PackedMatrix
+from paceline.kernels.linear import ALIGNMENT, PackedMatrix, allocate
+from paceline.kernels.rotated import RotatedMatrix
 
-_ALIGNMENT = 64
+Part = Tensor | PackedMatrix | RotatedMatrix
+
+NAME = "paceline-weights"  # of a memfd in /proc/PID/fd
+LAYOUT = "packed 7"  # of the file, and of the bytes of a matrix
+
 _LENGTH_BYTES = 8
-_LAYOUT = "packed 6"
-_SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_DIGEST_BYTES = 32
+_MADV_POPULATE_READ = 22  # of Linux 5.14
 _MATRIX_FIELDS = ("format", "outs", "ins", "offset", "minima", "scales_f16", "rotation")
+_OUTER = "outer"
+_PIECE = 32 << 20  # bytes that a thread reads at once
+_READERS = 4
+_MAX_HEADER = 1 << 28
 
 
-NAME = "paceline-weights"
-"""Name of the memory in /proc/PID/fd."""
+class Parts(Protocol):
+    """The parts of a model, by which :class:`paceline.decoder.Decoder` builds it."""
+
+    def outer(self) -> Mapping[str, Part]:
+        """Those beside the layers."""
+        ...
+
+    def layer(self, index: int) -> Mapping[str, Part]:
+        """Those of a layer, 0 for the first."""
+        ...
+
+
+class PackedWriter:
+    """Writes the parts of a model into a file, those of a layer at a time, from any thread."""
+
+    def __init__(self, file: int) -> None:
+        """Take an empty file; the caller closes it."""
+        self._file, self._size, self._lock = file, 0, Lock()
+        self._groups: dict[str, Any] = {}
+
+    def add_outer(self, parts: Mapping[str, Part]) -> None:
+        """Write the parts beside the layers. Raises ``OSError``, as the others do, if there is no
+        room."""
+        self._add(_OUTER, parts)
+
+    def add_layer(self, index: int, parts: Mapping[str, Part]) -> None:
+        self._add(str(index), parts)
+
+    def finish(self) -> None:
+        """Write the header behind all parts."""
+        header = json.dumps({"layout": LAYOUT, "groups": self._groups}).encode()
+        end = hashlib.sha256(header).digest() + len(header).to_bytes(_LENGTH_BYTES, "little")
+        _write(self._file, memoryview(header + end), self._size)
+
+    def _add(self, group: str, parts: Mapping[str, Part]) -> None:
+        entries = {}
+        for name, part in parts.items():
+            assert isinstance(part, Tensor | PackedMatrix), "rotated matrices stay on their GPU"
+            packed = isinstance(part, PackedMatrix)
+            named = part.tensors() if isinstance(part, PackedMatrix) else {"tensor": part}
+            entries[name] = {
+                "matrix": {name: getattr(part, name) for name in _MATRIX_FIELDS} if packed else {},
+                "tensors": {name: self._put(tensor) for name, tensor in named.items()},
+            }
+        with self._lock:
+            self._groups[group] = entries
+
+    def _put(self, tensor: Tensor) -> dict[str, Any]:
+        tensor = tensor.contiguous()
+        with self._lock:
+            offset, self._size = self._size, self._size + _aligned(tensor.nbytes)
+        if tensor.nbytes:
+            data = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+            _write(self._file, memoryview(data), offset)
+        kind = str(tensor.dtype).removeprefix("torch.")
+        return {"offset": offset, "dtype": kind, "shape": list(tensor.shape)}
 
 
 class PackedWeights:
-    """Weights that a process has published, mapped read-only.
+    """The parts of a model in a file that :class:`PackedWriter` has written.
 
-    Safety contract: the memory is sealed, so nobody changes or shrinks it; its content is trusted.
-    A mapping stays valid as long as a tensor over it.
+    The file is mapped, so that all who do so share one copy. Nobody writes to it, since entries of
+    the cache folder are made elsewhere and renamed; a mapping outlives its name.
     """
 
-    def __init__(self, file: int) -> None:
-        """Map what :func:`publish` returned, in this process or another; the caller closes it.
-        Raises ``OSError``: it is no memfd, or cannot be mapped. Raises ``ValueError``: it is not
-        sealed, or was written in another layout."""
-        if fcntl.fcntl(file, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-            raise ValueError("the packed weights are not sealed")
+    mapped_bytes = 0  # of a file's cache, which the system counts as memory that is free
+
+    def __init__(self, file: int, *, share: bool = False) -> None:
+        """Map a file, which the caller may close. Unless ``share``, it is copied where the system
+        has no huge pages for it, since a step that reads all weights is about 10% slower then.
+        Raises ``OSError`` or ``ValueError`` if it cannot be mapped, is damaged, or has another
+        layout."""
+        header, size = read_header(file)
+        self._groups = header["groups"]
         memory = mmap.mmap(file, 0, prot=mmap.PROT_READ)
-        stop = _LENGTH_BYTES + int.from_bytes(memory[:_LENGTH_BYTES], "little")
-        header = json.loads(memory[_LENGTH_BYTES:stop])
-        if header["layout"] != _LAYOUT:
-            raise ValueError(
-                f"the packed weights have the layout {header['layout']!r}, expected {_LAYOUT!r}: "
-                "both processes need the same version, and compiled kernels or none"
-            )
+        for advice in (mmap.MADV_HUGEPAGE, _MADV_POPULATE_READ):
+            with suppress(OSError):  # a system without it
+                memory.madvise(advice)
         with warnings.catch_warnings():
             # It is read-only on purpose: weights are never written.
             warnings.filterwarnings("ignore", "The given buffer is not writable")
-            self._data = torch.frombuffer(memory, dtype=torch.uint8)[_page_end(stop) :]
-        self._entries = header["weights"]
+            self._data = torch.frombuffer(memory, dtype=torch.uint8)[:size]
+        if share or _huge_bytes(self._data.data_ptr()) >= size / 2:
+            self.mapped_bytes = size
+        else:
+            self._data = _copy(file, size)
 
-    def get(self, name: str) -> Tensor | PackedMatrix:
-        """A weight over the mapping, as it was published. Raises ``KeyError``: there is no weight
-        of this name."""
-        entry = self._entries[name]
-        tensors: dict[str, Any] = {p["name"]: self._tensor(p) for p in entry["tensors"]}
-        if not entry["matrix"]:
-            tensor: Tensor = tensors["tensor"]
-            return tensor
-        return PackedMatrix(**entry["matrix"], **tensors)
+    def outer(self) -> dict[str, Part]:
+        return self._parts(_OUTER)
 
-    def _tensor(self, part: Mapping[str, Any]) -> Tensor:
-        data = self._data[part["offset"] : part["offset"] + part["bytes"]]
-        dtype: torch.dtype = getattr(torch, part["dtype"])
-        return data.view(dtype).view(part["shape"])
+    def layer(self, index: int) -> dict[str, Part]:
+        return self._parts(str(index))
 
+    def _parts(self, group: str) -> dict[str, Part]:
+        return {name: self._part(**entry) for name, entry in self._groups[group].items()}
 
-def publish(weights: Mapping[str, Tensor | PackedMatrix]) -> int:
-    """Write dense tensors and packed matrices, by name, for :class:`PackedWeights`. Returns a
-    descriptor, which the caller closes; mappings stay valid. Raises ``OSError``: memory is short.
-    """
-    entries, tensors, size = _entries(weights)
-    header = json.dumps({"layout": _LAYOUT, "weights": entries}).encode()
-    begin = _page_end(_LENGTH_BYTES + len(header))
-    file = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.posix_fallocate(file, 0, begin + size)
-        os.pwrite(file, len(header).to_bytes(_LENGTH_BYTES, "little") + header, 0)
-        for offset, tensor in tensors:
-            data = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-            _write(file, data, begin + offset)
-        fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS | fcntl.F_SEAL_SEAL)
-    except BaseException:
-        os.close(file)
-        raise
-    return file
+    def _part(self, matrix: Mapping[str, Any], tensors: Mapping[str, Any]) -> Part:
+        found: Any = {name: self._tensor(**place) for name, place in tensors.items()}
+        part: Part = PackedMatrix(**matrix, **found) if matrix else found["tensor"]
+        return part
+
+    def _tensor(self, offset: int, dtype: str, shape: list[int]) -> Tensor:
+        kind: torch.dtype = getattr(torch, dtype)
+        size = torch.Size(shape).numel() * kind.itemsize
+        return self._data[offset : offset + size].view(kind).view(shape)
 
 
-def _write(file: int, data: ctypes.Array[ctypes.c_char], offset: int) -> None:
-    left = memoryview(data)
+def new_memory() -> int:
+    """An empty memfd for :class:`PackedWriter`; the caller closes it."""
+    return os.memfd_create(NAME, os.MFD_CLOEXEC)
+
+
+def read_header(file: int) -> tuple[dict[str, Any], int]:
+    """The header, and the number of bytes before it. Raises ``ValueError`` if the file is damaged
+    or has another layout."""
+    size = os.fstat(file).st_size
+    end = os.pread(
+        file, _DIGEST_BYTES + _LENGTH_BYTES, max(0, size - _DIGEST_BYTES - _LENGTH_BYTES)
+    )
+    length = int.from_bytes(end[_DIGEST_BYTES:], "little")
+    begin = size - len(end) - length
+    if not 0 < length <= _MAX_HEADER or begin < 0:
+        raise ValueError("the packed weights are cut off")
+    header = os.pread(file, length, begin)
+    if hashlib.sha256(header).digest() != end[:_DIGEST_BYTES]:
+        raise ValueError("the header of the packed weights is damaged")
+    found: dict[str, Any] = json.loads(header)
+    if found["layout"] != LAYOUT:
+        raise ValueError(
+            f"the packed weights have the layout {found['layout']!r}, expected {LAYOUT!r}: "
+            "both processes need the same version"
+        )
+    return found, begin
+
+
+def _huge_bytes(address: int) -> int:
+    """Bytes of the mapping at an address that are in huge pages."""
+    begin = f"{address:x}-"
+    with open("/proc/self/smaps", encoding="utf-8", errors="replace") as file:
+        lines = dropwhile(lambda line: not line.startswith(begin), file)
+        kinds = ("FilePmdMapped:", "ShmemPmdMapped:")
+        sizes = [int(line.split()[1]) for line in islice(lines, 30) if line.startswith(kinds)]
+    return sum(sizes[: len(kinds)]) << 10
+
+
+def _copy(file: int, size: int) -> Tensor:
+    """The first bytes of a file in memory of this process, read by several threads: a first touch
+    takes longer than the copy."""
+    data = allocate(size)
+    numbers: Any = data.numpy()
+    view = memoryview(numbers)
+
+    def read(at: int) -> None:
+        left, place = view[at : at + _PIECE], at
+        while left:
+            if not (count := os.preadv(file, [left], place)):
+                raise ValueError("the packed weights are cut off")
+            left, place = left[count:], place + count
+
+    with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as pool:
+        list(pool.map(read, range(0, size, _PIECE)))
+    return data
+
+
+def _write(file: int, left: memoryview, offset: int) -> None:
     while left:  # one call writes 2 GiB at most
         written = os.pwrite(file, left, offset)
         left, offset = left[written:], offset + written
 
 
-def _entries(
-    weights: Mapping[str, Tensor | PackedMatrix],
-) -> tuple[dict[str, Any], list[tuple[int, Tensor]], int]:
-    """Header entries by name, all tensors with their offsets, and the size of all in bytes."""
-    entries: dict[str, Any] = {}
-    tensors: list[tuple[int, Tensor]] = []
-    at = 0
-    for name, weight in weights.items():
-        packed = isinstance(weight, PackedMatrix)
-        named = weight.tensors() if isinstance(weight, PackedMatrix) else {"tensor": weight}
-        parts = []
-        for part, tensor in named.items():
-            size, kind = tensor.nbytes, _name(tensor.dtype)
-            parts.append(
-                {"name": part, "offset": at, "bytes": size, "dtype": kind}
-                | {"shape": list(tensor.shape)}
-            )
-            tensors.append((at, tensor))
-            at += _aligned(size)
-        fields = {name: getattr(weight, name) for name in _MATRIX_FIELDS} if packed else {}
-        entries[name] = {"matrix": fields, "tensors": parts}
-    return entries, tensors, at
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-def _page_end(size: int) -> int:
-    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -271,7 +271,10 @@ def open_model(path: str | Path | ModelSource, lora: str | Path | None = None) -
         return path
     found = Path(path)
     if found.is_file() or found.suffix == ".gguf":
-        return _gguf_model(found, file_facts(found) if found.is_file() else ())
+        from paceline.decoder.gguf_file import part_paths
+
+        files = (each for each in part_paths(found) if each.is_file())
+        return _gguf_model(found, tuple(map(file_facts, files)))
     return ModelFolder(found)
 
 

@@ -154,12 +154,12 @@ def is_rotated(weights: str, device: torch.device) -> bool:
 
 
 def in_int8(
-    name: str, weight: Weight | PackedMatrix, bias: Tensor | None, device: torch.device
+    name: str, weight: Weight, bias: Tensor | None, device: torch.device
 ) -> Weight | PackedMatrix | RotatedMatrix:
     """A plain matrix in 8 bits over rotated inputs; on a CPU packed with its bias.
 
-    QuantisedMatrix of a file stay as they are, and so does what is packed already. Raises
-    ``UnsupportedModelError``: it has a number of inputs that is not supported.
+    QuantisedMatrix of a file stay as they are. Raises ``UnsupportedModelError``: it has a number of
+    inputs that is not supported.
     """
     if not isinstance(weight, Tensor):
         return weight
@@ -432,9 +432,11 @@ class Linear:
         return self._bias if self.packed is None else self.packed.bias
 
     @property
-    def weight(self) -> Tensor | PackedMatrix:
-        """What the layer can be made of again; it is not rotated."""
-        return self._weight if self.packed is None else self.packed
+    def weight(self) -> Tensor | PackedMatrix | RotatedMatrix:
+        """What the layer can be made of again."""
+        if self.packed is not None:
+            return self.packed
+        return self._weight if self._int8 is None else self._int8
 
     @property
     def dtype(self) -> torch.dtype:

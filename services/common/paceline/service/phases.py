@@ -40,3 +40,11 @@ class Phases:
 
 phases = Phases()
 """Those of this process."""
+
+
+def packing(count: int, total: int) -> None:
+    """Tell, during a start, how many layers of a model are packed."""
+    if phases.current:
+        if count == 1:
+            phases.begin("packing the model, once")
+        phases.reached(count, total)

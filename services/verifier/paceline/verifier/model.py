@@ -15,7 +15,7 @@ from paceline.decoder import (
     BatchInvariance,
     Decoder,
     GraphRunner,
-    ModelSource,
+    PackedModel,
     check_batch_invariance,
     check_served,
 )
@@ -78,9 +78,9 @@ class ModelInfo:
 
 
 def read_model_info(
-    source: ModelSource, decoder: Decoder, *, max_context: int | None, lease_seconds: float
+    model: PackedModel, decoder: Decoder, *, max_context: int | None, lease_seconds: float
 ) -> ModelInfo:
-    """Describe a loaded model. Reads all weight files once for the fingerprint.
+    """Describe a loaded model.
 
     ``max_context`` is the maximum length of prompt and output together; None: the model's own
     limit. Raises ``ValueError`` if it is more than that limit, or less than 2.
@@ -91,7 +91,7 @@ def read_model_info(
         raise ValueError(
             f"max_context is {context}, expected 2 to {config.max_position}, the model's own limit"
         )
-    tokenizer = source.tokenizer
+    source, tokenizer = model.description, model.tokenizer
     message = verifier_pb2.GetModelResponse(
         name=source.name,
         protocol_version=verifier_pb2.PROTOCOL_VERSION_1,
@@ -101,9 +101,9 @@ def read_model_info(
         eos_token_ids=config.eos_token_ids,
         bos_token_id=config.bos_token_id,
         dtype=str(config.dtype).removeprefix("torch."),
-        target_fingerprint=source.fingerprint(),
+        target_fingerprint=source.fingerprint,
         tokenizer_digest=source.tokenizer_digest,
-        chat_template=source.chat_template,
+        chat_template=source.chat_templates.get("default", ""),
         named_chat_templates={
             name: text for name, text in source.chat_templates.items() if name != "default"
         },
@@ -116,11 +116,11 @@ def read_model_info(
         instance_id=secrets.token_hex(16),
         lease_ms=round(lease_seconds * 1000),
         weights=config.weights,
-        weights_kept=decoder.weights_kept,
+        weights_kept=source.weights_kept,
         kv_cache_dtype=str(config.kv_dtype).removeprefix("torch."),
     )
-    if decoder.weights_kept:
-        _log.warning("weights are not all in %s: %s", config.weights, decoder.weights_kept)
+    if source.weights_kept:
+        _log.warning("weights are not all in %s: %s", config.weights, source.weights_kept)
     info = ModelInfo(
         message=message,
         tokenizer_gzip=gzip.compress(tokenizer, compresslevel=3, mtime=0) if tokenizer else b"",

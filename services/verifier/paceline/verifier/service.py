@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -85,7 +84,7 @@ class VerifierService:
             self.engine,
             self.store,
             options.draft_socket,
-            loaded.weights,
+            None if loaded.weights is None else loaded.weights.fileno(),
             needs_token=needs_token,
         )
         self.exchange.on_tapped = self._capture_taps
@@ -248,8 +247,6 @@ class VerifierService:
         loaded = self._loaded
         if loaded.scheduler is not None:
             save_scheduler(loaded.scheduler, loaded.decoder)
-        if loaded.weights is not None:
-            os.close(loaded.weights)
         gc.unfreeze()
         await self.store.wait_released()
         try:

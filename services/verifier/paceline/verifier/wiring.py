@@ -10,22 +10,22 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, sleep
+from typing import BinaryIO
 
 import torch
 
 from paceline.decoder import (
     Decoder,
     GraphRunner,
-    ModelSource,
+    PackedModel,
     PackedWeights,
     find_device,
-    open_model,
-    publish,
+    prepare,
     use_device,
 )
 from paceline.decoder.model import numerics_for
 from paceline.decoder.products import use_library_without_splits
-from paceline.service.phases import phases
+from paceline.service.phases import packing, phases
 from paceline.service.runtime import available_memory, trim
 from paceline.verifier.engine.engine import Engine
 from paceline.verifier.engine.local import LocalSources
@@ -58,8 +58,8 @@ class LoadedModel:
     decoder: Decoder
     info: ModelInfo  # its description for clients
     threads: int  # threads of the math library that run it
-    # Descriptor of its packed weights, if drafters share them; the service closes it.
-    weights: int | None
+    weights: BinaryIO | None  # the file of its packed weights, if drafters share them
+    mapped_bytes: int  # of weights in the cache of a file, which the system counts as free
     # With the times of its steps; None: every tree is verified as it comes.
     scheduler: Scheduler | None
 
@@ -87,11 +87,12 @@ def load_model(target: Path, options: VerifierOptions) -> LoadedModel:
 
     def load() -> LoadedModel:
         phases.begin("reading the weights")
-        source = open_model(target, options.lora)
-        decoder = load_target(source, options, device)
+        model = prepare(target, options.weights, options.lora, device, packing)
+        weights = model.weights(share=options.share_weights) if model.file is not None else None
+        decoder = load_target(model, options, device, weights)
         phases.begin("checking the model")
         info = read_model_info(
-            source,
+            model,
             decoder,
             max_context=options.max_context,
             lease_seconds=options.lease_seconds,
@@ -99,40 +100,38 @@ def load_model(target: Path, options: VerifierOptions) -> LoadedModel:
         trim()  # what is allocated next would keep what the checks have freed from being returned
         info.message.name = options.model_name or info.message.name
         info.message.local_sources.extend(options.sources)
-        weights, scheduler = None, None
-        if options.share_weights:
-            phases.begin("sharing the weights")
-            weights = publish(decoder.large_tensors())
-            decoder = load_target(source, options, device, shared=PackedWeights(weights))
+        scheduler = None
         if options.schedule != "off":
             phases.begin("measuring the times of steps")
             again = options.schedule == "profile"
             scheduler = load_scheduler(
                 decoder, info.message.max_context, options.node_budget, again=again
             )
-        return LoadedModel(decoder, info, threads, weights, scheduler)
+        return LoadedModel(
+            decoder,
+            info,
+            threads,
+            model.file if options.share_weights else None,
+            0 if weights is None else weights.mapped_bytes,
+            scheduler,
+        )
 
     with ThreadPoolExecutor(1, initializer=_use, initargs=(threads, device)) as pool:
         return pool.submit(load).result()
 
 
 def load_target(
-    source: ModelSource,
+    model: PackedModel,
     options: VerifierOptions,
     device: torch.device,
-    shared: PackedWeights | None = None,
+    weights: PackedWeights | None = None,
 ) -> Decoder:
-    """Load the model. Raises ``ValueError`` if the model or an option is not supported."""
+    """Build the decoder, of ``weights`` if they are mapped already. Raises ``ValueError`` if the
+    model or an option is not supported."""
     _check_numerics(options.numerics, device)
-    decoder = Decoder.load(
-        source,
-        options.weights,
-        device,
-        shared,
-        options.kv_cache_dtype,
-        options.max_context,
-        _choose_numerics(source, options),
-    )
+    config = model.description.config.with_kv(options.kv_cache_dtype)
+    numerics = numerics_for(config, "auto" if options.numerics == "auto" else "portable")
+    decoder = model.decoder(device, options.kv_cache_dtype, options.max_context, numerics, weights)
     if device.type == "cuda":
         fixed = options.numerics == "auto"
         use_library_without_splits(fixed=fixed)
@@ -140,12 +139,6 @@ def load_target(
             decoder.fix_products()
         torch.cuda.empty_cache()  # KV gets what is left
     return decoder
-
-
-def _choose_numerics(source: ModelSource, options: VerifierOptions) -> str:
-    """Numerics of the CPU for the model."""
-    config = source.config(options.weights).with_kv(options.kv_cache_dtype)
-    return numerics_for(config, "auto" if options.numerics == "auto" else "portable")
 
 
 def _check_numerics(numerics: str, device: torch.device) -> None:
@@ -178,7 +171,7 @@ def kv_memory(model: LoadedModel, options: VerifierOptions) -> KvSpace:
     layout = KvLayout.of(config)
     kv_bytes = options.kv_bytes
     if kv_bytes is None:
-        kv_bytes = default_kv_bytes(device, options.gpu_memory)
+        kv_bytes = default_kv_bytes(device, options.gpu_memory, model.mapped_bytes)
     longest = _longest_text(layout, kv_bytes)
     warn_of_little_room(device, kv_bytes, longest, message.max_context)
     message.max_context = min(longest, message.max_context)
@@ -293,19 +286,20 @@ def warn_of_little_room(
 def default_kv_bytes(
     device: torch.device,
     share: float,
+    mapped: int = 0,
     *,
     clock: Callable[[], float] = monotonic,
     sleep: Callable[[float], None] = sleep,
 ) -> int:
     """KV memory for a verifier that has loaded its weights on a device. Unit: bytes.
 
-    Half of what is free on the CPU. On another device what the weights leave of the share of its
-    memory: a drafter finds the same rest whichever of both starts first. Of what is free a tenth is
-    left in any case. A drafter may still map the KV of a verifier that has just ended: that memory
-    is waited for.
+    On the CPU, half of what is free but the weights that are ``mapped`` from a file's cache. On
+    another device what the weights leave of the share of its memory: a drafter finds the same rest
+    whichever of both starts first. Of what is free a tenth is left in any case. A drafter may still
+    map the KV of a verifier that has just ended: that memory is waited for.
     """
     if device.type == "cpu":
-        return available_memory() // 2
+        return max(0, available_memory() - mapped) // 2
     module = torch.get_device_module(device)
     deadline = clock() + _FREE_SECONDS
     while True:

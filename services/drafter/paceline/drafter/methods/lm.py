@@ -27,7 +27,7 @@ from paceline.decoder import (
     LocalCache,
     ModelSource,
     load_config,
-    open_model,
+    prepare,
 )
 from paceline.drafter.growth.host import HostGrowth, forward_parts
 from paceline.drafter.growth.native import NativeGrowth
@@ -55,6 +55,7 @@ from paceline.kernels.caches import span
 from paceline.kernels.draft import NativeDraft
 from paceline.kernels.structures import DraftText
 from paceline.kv.selection import streaming_positions
+from paceline.service.phases import packing
 
 POLICIES = ("streaming", "chunk_topk")
 KEPT = ("all", "budget")
@@ -412,17 +413,13 @@ class LmDrafter(Drafter):
         folder = required_folder(cls.method, folder)
         parsed = parse_options(LmOptions, options)
         fit = read_fit(folder)
-        decoder = load_model(
-            folder,
-            resources,
-            Decoder.load,
-            folder,
-            parsed.weights,
-            resources.device,
-            numerics=resources.numerics,
+        device = resources.device
+        model = load_model(
+            folder, resources, prepare, folder, parsed.weights, None, device, packing
         )
+        decoder = load_model(folder, resources, model.decoder, device, numerics=resources.numerics)
         refuse_recurrent(cls.method, decoder.config)
-        return cls(decoder, parsed, fit, open_model(folder).weight_bytes)
+        return cls(decoder, parsed, fit, model.description.source_bytes)
 
     @classmethod
     def layout(cls, described: Mapping[str, Any]) -> str | None:

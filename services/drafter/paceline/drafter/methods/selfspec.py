@@ -24,9 +24,8 @@ from paceline.checks import check_range
 from paceline.decoder import (
     Decoder,
     LocalCache,
-    ModelSource,
     PackedWeights,
-    open_model,
+    prepare,
 )
 from paceline.drafter.growth.host import HostGrowth, forward_parts
 from paceline.drafter.growth.sequence import GrownSequence, TreeGrowth
@@ -51,6 +50,7 @@ from paceline.drafter.methods.checkpoint import (
 from paceline.drafter.methods.options import TreeOptions, check_context
 from paceline.formats import WEIGHTS
 from paceline.kernels import TreePlan
+from paceline.service.phases import packing
 
 MAX_NEW_TOKENS = 128
 """Maximum number of tokens behind the target's KV that a round feeds. With more of them, as after
@@ -183,13 +183,18 @@ class SelfSpecDrafter(Drafter):
     ) -> SelfSpecDrafter:
         folder = required_folder(cls.method, folder)
         parsed = parse_options(SelfSpecOptions, options)
-        source = load_model(folder, resources, open_model, folder, parsed.lora)
-        fit = replace(read_fit(folder), target_fingerprint=source.fingerprint())
-        decoder, shared = load_model(
-            folder, resources, _load_decoder, source, fit.target_fingerprint, parsed, resources
+        device = resources.device
+        model = load_model(
+            folder, resources, prepare, folder, parsed.weights, parsed.lora, device, packing
+        )
+        about = model.description
+        fit = replace(read_fit(folder), target_fingerprint=about.fingerprint)
+        shared = _shared_weights(about.fingerprint, about.config.weights, parsed, resources)
+        decoder = load_model(
+            folder, resources, model.decoder, device, numerics=resources.numerics, weights=shared
         )
         refuse_recurrent(cls.method, decoder.config)
-        return cls(decoder, parsed, fit, 0 if shared else source.weight_bytes)
+        return cls(decoder, parsed, fit, 0 if shared else about.source_bytes)
 
     def start(self, generation: GenerationInfo) -> GrownSequence[SelfSpecPasses]:
         text = GrownText(self.settings, generation)
@@ -205,22 +210,6 @@ class SelfSpecDrafter(Drafter):
         logits = forward_parts(run, parts, self.decoder.device)
         for each, its in zip(growing, logits, strict=True):
             each.add_level(its)
-
-
-def _load_decoder(
-    source: ModelSource, fingerprint: str, options: SelfSpecOptions, resources: Resources
-) -> tuple[Decoder, bool]:
-    """Returns the model, and whether its weights are the verifier's own."""
-    config = source.config(options.weights)
-    shared = _shared_weights(fingerprint, config.weights, options, resources)
-    decoder = Decoder.load(
-        source,
-        options.weights,
-        resources.device,
-        shared=shared,
-        numerics=resources.numerics,
-    )
-    return decoder, shared is not None
 
 
 def _shared_weights(
@@ -245,7 +234,7 @@ def _shared_weights(
         time.sleep(0.1)
     try:
         if file is not None:
-            return PackedWeights(file)
+            return PackedWeights(file, share=True)
         why = f"no verifier that --verifier names shares weights of this model as {weights}"
     except (OSError, ValueError) as error:
         why = str(error)

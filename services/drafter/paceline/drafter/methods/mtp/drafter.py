@@ -21,13 +21,13 @@ from torch import Tensor
 from paceline.decoder import ModelSource, UnsupportedModelError, open_model
 from paceline.decoder.layer import (
     DecoderLayer,
+    build_layer,
     heads_of,
-    load_layer,
-    read_norm,
     record_entry,
     record_heads,
     record_layer,
 )
+from paceline.decoder.pack import Packer, read_norm
 from paceline.decoder.sources import Origin
 from paceline.decoder.weights import Linear, is_rotated
 from paceline.drafter.methods.base import SECTION, Fit, LoadError, Resources, parse_options
@@ -260,6 +260,7 @@ def _layers(
     block, device = config.block, resources.device
     assert block is not None
     weights = HeadTensors(source.weights(block, device), config)
+    packer = Packer(block, weights, device)
     layout, wide = config.layout, config.hidden
 
     def stored(name: str) -> Tensor:
@@ -274,12 +275,12 @@ def _layers(
             head = linear([stored(name)], bits)
 
         def norm(part: str) -> Norm:
-            return read_norm(block, weights, base + part, wide)
+            return Norm(read_norm(block, weights, base + part, wide), block.norm_eps)
 
         return MtpHead(
             norm(ENORM), norm(HNORM), linear([embedded.contiguous()], bits),
             linear([hidden.contiguous()], bits),
-            load_layer(block, weights, None, torch.device(device), config.target_layers + index),
+            build_layer(block, packer.layer(config.target_layers + index)),
             norm(NORM), head,
         )  # fmt: skip
 
@@ -289,5 +290,6 @@ def _layers(
     heads = [read_head(index) for index in range(config.heads)]
     final = None
     if layout.after_norm:
-        final = read_norm(block, weights, FINAL_NORM.removesuffix(".weight"), wide)
+        name = FINAL_NORM.removesuffix(".weight")
+        final = Norm(read_norm(block, weights, name, wide), block.norm_eps)
     return MtpLayers(config, heads, final, embedding, device, resources.numerics)

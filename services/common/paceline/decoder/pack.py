@@ -1,0 +1,186 @@
+"""Packs a model: its tensors, by their Hugging Face names, become the parts that it runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.decoder.config import DecoderConfig, UnsupportedModelError, head_order
+from paceline.decoder.families import DELTA_INPUTS, DELTA_TENSORS, FAMILIES, delta_outs
+from paceline.decoder.layer import layer_shapes
+from paceline.decoder.packed import Part
+from paceline.decoder.weights import (
+    Linear,
+    Weight,
+    WeightsOf,
+    fuse,
+    in_int8,
+    in_order,
+    is_rotated,
+    plain,
+    take,
+)
+
+_EMBEDDING = "model.embed_tokens.weight"
+
+
+class Packer:
+    """The parts of a model, each packed when it is asked for; nothing of it is kept."""
+
+    def __init__(
+        self, config: DecoderConfig, weights: Mapping[str, Weight], device: torch.device | str
+    ) -> None:
+        """Take the tensors of a model."""
+        self._config, self._weights, self._device = config, weights, torch.device(device)
+
+    @property
+    def kept(self) -> str:
+        """In words, what of the parts packed so far is not in the format that was asked for."""
+        return self._weights.kept if isinstance(self._weights, WeightsOf) else ""
+
+    def outer(self) -> dict[str, Part]:
+        """The parts beside the layers: "embedding" unless the head is used as one, "head" and
+        "norm". Raises ``UnsupportedModelError`` if a tensor of a layer would be left out, such as a
+        bias or a scale."""
+        config, shape = self._config, (self._config.vocab_size, self._config.hidden)
+        _check_names(config, self._weights)
+        norm = self._norm("model.norm", config.hidden)
+        head = take(self._weights, _EMBEDDING if config.tied else "lm_head.weight", shape)
+        parts = {"norm": norm * config.logit_scale, **self._linear("head", "head", head, None)}
+        rotated = is_rotated(config.weights, self._device)
+        if not config.tied or rotated:
+            embedding = head if config.tied else take(self._weights, _EMBEDDING, shape)
+            parts["embedding"] = plain(embedding, config.dtype).contiguous()
+        return parts
+
+    def layer(self, index: int) -> dict[str, Part]:
+        """The parts of a layer, by the names that :func:`paceline.decoder.layer.build_layer`
+        reads."""
+        config, base = self._config, f"model.layers.{index}."
+        family, dim = FAMILIES[config.model_type], config.head_dim
+        q, kv, wide, hidden = (
+            config.q_heads * dim, config.kv_heads * dim, config.intermediate, config.hidden
+        )  # fmt: skip
+        parts: dict[str, Part] = {}
+
+        def add(
+            part: str, names: Iterable[str], outs: Sequence[int], ins: int, bias: bool,
+            order: Tensor | None = None,
+        ) -> None:  # fmt: skip
+            names = [base + name for name in names]
+            outs = outs if len(names) > 1 else [sum(outs)]
+
+            def read(kind: str, *tail: int) -> Weight:
+                pairs = zip(names, outs, strict=True)
+                rows = fuse([take(self._weights, f"{n}.{kind}", (o, *tail)) for n, o in pairs])
+                return rows if order is None else in_order(rows, order)
+
+            added = plain(read("bias"), torch.float32) if bias else None
+            full = f"layers.{index}.{part}"
+            parts.update(self._linear(part, full, read("weight", ins), added))
+
+        def add_mlp(part: str, names: Sequence[str], outs: Sequence[int], ins: int) -> None:
+            if not config.experts:
+                add(part, [f"mlp.{name}" for name in names], outs, ins, config.mlp_bias)
+            for expert in range(config.experts):
+                named = [f"mlp.experts.{expert}.{name}" for name in names]
+                add(f"{part}.{expert}", named, outs, ins, config.mlp_bias)
+
+        for place, name in enumerate(family.norms):
+            if name:
+                parts[f"norms.{place}"] = self._norm(base + name, hidden)
+        if family.sinks:
+            sinks = take(self._weights, f"{base}self_attn.sinks.weight", (config.q_heads,))
+            parts["sinks"] = plain(sinks, torch.float32)
+        if index in config.delta_layers:
+            shape = config.delta
+            assert shape is not None
+            parts |= self._delta(f"{base}linear_attn.")
+            names = [f"linear_attn.{name}" for name in DELTA_INPUTS]
+            add("qkv", names, delta_outs(shape), hidden, False)
+            heads = shape.value_heads * shape.value_dim
+            add("out", ["linear_attn.out_proj"], (hidden,), heads, False)
+        else:
+            if config.qk_norm:
+                widths = (q, kv) if family.qk_norm == "rows" else (dim, dim)
+                order = head_order(config)
+                for name, width in zip(("q_norm", "k_norm"), widths, strict=True):
+                    norm = self._norm(f"{base}self_attn.{name}", width)
+                    parts[name] = norm if order is None else norm[order]
+            names = [f"self_attn.{name}" for name in family.qkv]
+            outs = (q * (1 + family.gated), kv, kv)
+            add("qkv", names, outs, hidden, config.qkv_bias, _rows_in_order(config))
+            add("out", ["self_attn.o_proj"], (hidden,), q, config.o_bias)
+        if config.experts:
+            add("router", ["mlp.router"], (config.experts,), hidden, family.router_bias)
+        add_mlp("gate_up", family.gate_up, (wide, wide), hidden)
+        add_mlp("down", ["down_proj"], (hidden,), wide)
+        return parts
+
+    def _norm(self, name: str, width: int) -> Tensor:
+        return read_norm(self._config, self._weights, name, width)
+
+    def _linear(self, part: str, name: str, weight: Weight, bias: Tensor | None) -> dict[str, Part]:
+        int8 = self._config.weights == "int8" and part != "router"
+        made = Linear(in_int8(name, weight, bias, self._device) if int8 else weight, bias)
+        if made.packed is not None or made.bias is None:
+            return {part: made.weight}
+        return {part: made.weight, f"{part}.bias": made.bias}
+
+    def _delta(self, base: str) -> dict[str, Part]:
+        """What a layer with the gated delta rule has besides its projections."""
+        shape = self._config.delta
+        assert shape is not None
+
+        def vector(name: str, *size: int) -> Tensor:
+            return plain(take(self._weights, base + name, size), torch.float32)
+
+        convolution = vector("conv1d.weight", shape.channels, 1, shape.taps)
+        return {
+            "delta.convolution": convolution[:, 0].T.contiguous(),
+            "delta.rates": vector("A_log", shape.value_heads).exp(),
+            "delta.bias": vector("dt_bias", shape.value_heads).contiguous(),
+            "delta.norm": vector("norm.weight", shape.value_dim).contiguous(),
+        }
+
+
+def read_norm(
+    config: DecoderConfig, weights: Mapping[str, Weight], name: str, width: int
+) -> Tensor:
+    """The factors of a norm, float32 ``[width]``."""
+    return plain(take(weights, f"{name}.weight", (width,)), torch.float32) + config.norm_offset
+
+
+def _rows_in_order(config: DecoderConfig) -> Tensor | None:
+    """The rows of q, k and v with the dimensions of q and k in the order of the rotary table, and
+    gates behind all of them."""
+    order, dim = head_order(config), config.head_dim
+    gated = FAMILIES[config.model_type].gated
+    if order is None and not gated:
+        return None
+    order = torch.arange(dim) if order is None else order
+    wide = (1 + gated) * config.q_heads * dim
+    queries = torch.arange(wide).view(config.q_heads, -1, dim)
+    keys = torch.arange(config.kv_heads * dim).view(-1, dim) + wide
+    values = keys + config.kv_heads * dim
+    parts = [queries[:, 0, order], keys[:, order], values, queries[:, 1:]]
+    return torch.cat([part.flatten() for part in parts])
+
+
+def _check_names(config: DecoderConfig, weights: Mapping[str, Weight]) -> None:
+    """Refuse tensors of layers that would be left out, such as biases or scales."""
+    known = {"self_attn.rotary_emb.inv_freq", *layer_shapes(config)}
+    for name in weights:
+        *start, index, part = name.split(".", 3)
+        if start != ["model", "layers"] or int(index) >= config.layers:
+            continue
+        own = known
+        if int(index) in config.delta_layers:
+            own = {each for each in known if not each.startswith("self_attn.")} | {*DELTA_TENSORS}
+        if part not in own:
+            raise UnsupportedModelError(
+                f"tensor {name!r} is not part of a model of type {config.model_type!r} with this "
+                "configuration"
+            )
