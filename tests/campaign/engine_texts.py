@@ -24,6 +24,7 @@ from trees import SHAPES, draw_tree
 
 from paceline.decoder import Decoder
 from paceline.kv.selection import AttentionScores, Rows
+from paceline.text import Text
 from paceline.tree import TokenTree
 from paceline.verifier.engine.engine import Engine
 from paceline.verifier.engine.job import (
@@ -33,8 +34,8 @@ from paceline.verifier.engine.job import (
     Decode,
     EngineJob,
     FinishReason,
-    GenerationParams,
     Prefill,
+    Request,
 )
 from paceline.verifier.engine.local import LocalGuesses, LocalSources
 from paceline.verifier.grammar import Grammar, Grammars
@@ -87,7 +88,7 @@ class Script(LocalGuesses):
     def propose(self, nodes: int, depth: int, least: float) -> TokenTree:
         """A tree that knows the text, whatever ``least`` is."""
         part = self._part
-        right = part.reference.tokens[part.sequence.output_tokens :]
+        right = part.reference.tokens[part.sequence.text.output_length :]
         return draw_tree(part.draws, right, VOCAB, nodes, depth, part.shape)
 
 
@@ -125,7 +126,7 @@ class World:
         )  # fmt: skip
         longest = min(self.drawn["longest"], self.decoder.config.max_position - max(LENGTHS))
         self.text = [draws.randrange(VOCAB) for _ in range(longest)]
-        self.base = self.open(GenerationParams(tuple(self.text), length_limit=len(self.text) + 1))
+        self.base = self.open(Request(Text(tuple(self.text), limit=len(self.text) + 1)))
         self.run([self.write(self.base)])
 
     def _load(self, folder: Path, name: str, changes: dict[str, Any]) -> Decoder:
@@ -146,12 +147,12 @@ class World:
         options = {"kv_cache_dtype": self.drawn["kv"], "numerics": self.drawn["numerics"]}
         return Decoder.load(path, weights, **options)
 
-    def open(self, generation: GenerationParams) -> CachedSequence:
+    def open(self, request: Request) -> CachedSequence:
         """A new sequence."""
-        capacity, taps = self.layout.capacity(generation.length_limit), None
-        if generation.taps is not None:
-            taps = TapLayout.of(generation.taps, self.layout, capacity)
-        return CachedSequence(generation, self.memory.allocate(capacity, taps))
+        capacity, taps = self.layout.capacity(request.text.limit), None
+        if request.taps is not None:
+            taps = TapLayout.of(request.taps, self.layout, capacity)
+        return CachedSequence(request, self.memory.allocate(capacity, taps))
 
     def write(
         self,
@@ -213,23 +214,26 @@ class Reference:
         taps = draws.pick("taps", {"none": 6, "all": 1, "window": 1})
         count = world.decoder.config.layers
         layers = tuple(sorted(draws.sample(range(count), draws.randint(1, count))))
-        self.generation = GenerationParams(
-            tuple(world.text[: self.position]),
+        text = Text(
+            world.text[: self.position],
             sampling=draw_sampling(draws, VOCAB),
-            length_limit=self.position + length,
+            limit=self.position + length,
             stop_ids=frozenset(stop_ids),
+        )
+        self.request = Request(
+            text,
             top_logprobs=draws.pick("top_logprobs", {0: 3, 4: 1}),
             taps=None if taps == "none" else Taps(layers, 40 if taps == "window" else 0),
             grammar=None if kind == "none" else compiled(kind),
         )
         self.drawn = draws.drawn
-        self.sequence = world.open(self.generation)
+        self.sequence = world.open(self.request)
         try:
             world.run([world.write(self.sequence, world.base)])
         except ConstraintFailed:
             world.engine._close(self.sequence)
             raise
-        self.tokens = self.sequence.tokens[self.position :]
+        self.tokens = self.sequence.tokens[self.position :].tolist()
 
 
 class Part:
@@ -237,7 +241,7 @@ class Part:
 
     def __init__(self, reference: Reference, draws: Draws) -> None:
         self.reference, self.draws, world = reference, draws, reference.world
-        whole = reference.generation
+        whole = reference.request
         self.shape = draws.pick("shape", {"mixed": 6, "local": 0.4, **SHAPES})
         self.behind = draws.pick("behind", {"fork": 8, "prompt": 3, "found": 1})
         if self.behind == "found" and reference.position > 700 and not world.drawn["prefixes"]:
@@ -258,8 +262,13 @@ class Part:
         self.sequence = world.open(
             replace(
                 whole,
-                output=tuple(output),
-                length_limit=reference.position + first + count,
+                text=Text(
+                    world.text[: reference.position],
+                    output,
+                    limit=reference.position + first + count,
+                    sampling=whole.text.sampling,
+                    stop_ids=whole.text.stop_ids,
+                ),
                 grammar=whole.grammar and whole.grammar.after(output),
             )
         )
@@ -282,15 +291,15 @@ class Part:
     def differences(self) -> list[str]:
         """What differs from the reference, bit for bit."""
         own, reference = self.sequence, self.reference.sequence
-        first, stop = self.first, own.output_tokens
-        finish, full = None, len(own.tokens) == own.generation.length_limit
+        first, stop = self.first, own.text.output_length
+        finish, full = None, len(own.tokens) == own.text.limit
         if stop == len(self.reference.tokens):
             finish = reference.finish
         elif full or STREAMS[self.stream][1] > 1:
             finish = FinishReason.LENGTH
         begin = max(0, self.reference.position - 1)
         compared = {
-            "tokens": own.tokens[-(stop - first) :] == self.reference.tokens[first:stop],
+            "tokens": own.tokens[-(stop - first) :].tolist() == self.reference.tokens[first:stop],
             "finish": own.finish == finish and (full or own.finish != FinishReason.LENGTH),
             "log-probabilities": own.logprobs == reference.logprobs[first:stop],
             "likeliest tokens": own.top_logprobs == reference.top_logprobs[first:stop],

@@ -23,8 +23,9 @@ from paceline.drafter.kv.cuda import CudaKv, CudaStates
 from paceline.drafter.kv.exchange import KvExchange, VerifierAccess
 from paceline.drafter.kv.mapped import CacheFile
 from paceline.kv.cuda import DriverError, close_unused
+from paceline.text import Text
 from paceline.v1 import kv_pb2, kv_pb2_grpc
-from paceline.verifier.engine.job import CachedSequence, GenerationParams
+from paceline.verifier.engine.job import CachedSequence, Request
 from paceline.verifier.kv.base import KvLayout, TapLayout, Taps
 from paceline.verifier.kv.pool import PagedKv, PagePool
 from paceline.verifier.rpc.kv_exchange import KvExchangeServicer
@@ -48,7 +49,7 @@ class Pool:
         )  # fmt: skip
         self.pages.kv.copy_(torch.randn(self.pages.kv.shape))
         self.kv = PagedKv(self.pages, 768, TapLayout.of(Taps((0, 2), 16), LAYOUT, 768))
-        self.cache = Cache(CachedSequence(GenerationParams((1,)), self.kv, "me"), 5)
+        self.cache = Cache(CachedSequence(Request(Text((1,))), self.kv, "me"), 5)
         self.kv.reserve(COMMITTED)
         self.states = {layer: torch.randn(600, LAYOUT.hidden) for layer in (0, 2)}
         assert self.kv.taps is not None

@@ -53,8 +53,8 @@ def naive_matches(
 def test_matches_are_the_most_recent_of_the_longest(
     text: list[int], min_n: int, more: int, places: int
 ) -> None:
-    index = NgramIndex(min_n, min_n + more)
-    index.append(text)
+    index = NgramIndex(text, min_n, min_n + more)
+    index.add(len(text))
     # As many places as there are, so that no chain is cut short before a filtered one; then few.
     for limit in (len(text), places):
         found = index.matches(text, limit=limit, match_limit=10)
@@ -94,10 +94,12 @@ def test_nodes_less_likely_than_asked_for_are_left_out(text: list[int], least: f
 
 
 def test_a_text_learns_from_matches_that_were_not_likely_enough() -> None:
-    source = NgramOwners(NgramOptions()).start([1, 2, 3], "")
+    text = [1, 2, 3]
+    source = NgramOwners(NgramOptions()).start(text, "")
     for _ in range(20):
         assert not len(source.propose(8, 8, least=1.0))
-        source.extend([4, 1, 2, 3])
+        text += [4, 1, 2, 3]
+        source.learn([4, 1, 2, 3])
     assert source.propose(8, 8, least=0.9).tokens[:1] == (4,)
 
 

@@ -26,10 +26,11 @@ from paceline.kernels import Proposal, SamplingParams, devices
 from paceline.kernels import sampling as sampling_module
 from paceline.kv.policies import load_policy
 from paceline.kv.selection import SelectionPolicy
+from paceline.text import Text
 from paceline.tree import TokenTree
 from paceline.v1 import kv_pb2, kv_pb2_grpc, sampling_pb2
 from paceline.verifier.engine.engine import Engine
-from paceline.verifier.engine.job import CachedSequence, Decode, Draft, GenerationParams, Prefill
+from paceline.verifier.engine.job import CachedSequence, Decode, Draft, Prefill, Request
 from paceline.verifier.grammar import Guide
 from paceline.verifier.kv.base import KvLayout, TapLayout, Taps
 from paceline.verifier.kv.pool import PagePool
@@ -318,7 +319,9 @@ def stepped(
     engine = Engine(decoder)
     sequences = []
     for index in range(count):
-        params = GenerationParams((3, 1, 4 + index), length_limit=50, taps=Taps((0, 1)), **fields)
+        sampling = fields.get("sampling", SamplingParams(temperature=0.0))
+        text = Text((3, 1, 4 + index), limit=50, sampling=sampling)
+        params = Request(text, fields.get("top_logprobs"), taps=Taps((0, 1)))
         taps = TapLayout.of(Taps((0, 1)), pool.layout, 256)
         sequences.append(CachedSequence(params, pool.allocate(256, taps)))
         chosen = load_policy(policy)(sequences[-1].kv, (0, 1))
@@ -348,4 +351,4 @@ def stepped(
         sequence.kv.close()
     TRANSFERS.clear()
     TRANSFERS.update(made)
-    return [sequence.tokens[3:] for sequence in sequences], torch.stack(kept)
+    return [sequence.tokens[3:].tolist() for sequence in sequences], torch.stack(kept)

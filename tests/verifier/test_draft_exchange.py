@@ -233,7 +233,7 @@ async def test_hidden_states_and_scores_of_all_versions_are_kept(client: Client)
     ):
         created = await client.create(PROMPT, drafter=drafter)
         (cache,) = client.service.store
-        taps = cache.sequence.generation.taps
+        taps = cache.sequence.request.taps
         assert (((), 0) if taps is None else (taps.layers, taps.window)) == (layers, window)
         scored = {("verified", (1,))} if drafter is None else set()
         assert cache.policies.keys() == scored

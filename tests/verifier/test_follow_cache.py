@@ -24,8 +24,9 @@ from paceline.kv.wire import (
     encode,
     position_bytes,
 )
+from paceline.text import Text
 from paceline.v1 import kv_pb2, kv_pb2_grpc
-from paceline.verifier.engine.job import CachedSequence, GenerationParams
+from paceline.verifier.engine.job import CachedSequence, Request
 from paceline.verifier.kv.segment import Segment
 from paceline.verifier.rpc import kv_exchange
 from paceline.verifier.rpc.kv_exchange import FollowStream
@@ -52,7 +53,7 @@ class Scattered(SelectionPolicy):
 def new_cache(segment: Segment) -> Cache:
     segment.reserve(1000)
     segment.kv[..., : segment.reserved, :].normal_()
-    return Cache(CachedSequence(GenerationParams((1,), length_limit=900), segment, "local"), 1)
+    return Cache(CachedSequence(Request(Text((1,), limit=900)), segment, "local"), 1)
 
 
 @settings(max_examples=20)

@@ -115,15 +115,15 @@ async def test_credits_are_steps(client: Client, handle: bytes) -> None:
     call = await client.begin(handle)
     await until(lambda: cache.busy)
     await client.service.engine.between_steps(lambda: None)
-    assert cache.sequence.output_tokens == 1
+    assert cache.sequence.text.output_length == 1
     ran = 1
     for credits in (1, 5, 0, 40):
         await call.write(granted(credits))
-        while ran < cache.sequence.output_tokens + credits and credits:
+        while ran < cache.sequence.text.output_length + credits and credits:
             response = await call.read()
             ran, credits = ran + response.steps, credits - response.steps
         await client.service.engine.between_steps(lambda: None)
-        assert cache.sequence.output_tokens == ran
+        assert cache.sequence.text.output_length == ran
     assert ran == 47
     for _ in range(3):  # more than can be used
         await call.write(granted(2**32 - 1))
@@ -182,7 +182,7 @@ async def test_a_broken_stream_ends_its_steps(client: Client, handle: bytes) -> 
         call.cancel()
         await until(lambda: cache.stream is None)
     await until(lambda: not cache.busy)
-    emitted = cache.sequence.output_tokens
+    emitted = cache.sequence.text.output_length
     assert emitted < 10
     assert len(await client.rest(handle, emitted)) == 300 - emitted
 
@@ -196,7 +196,7 @@ async def test_a_broken_stream_ends_its_wait_for_a_tree(client: Client, handle: 
     call.cancel()
     await until(lambda: not service.sequences)
     await until(lambda: not cache.busy)
-    assert cache.sequence.output_tokens == 1
+    assert cache.sequence.text.output_length == 1
 
 
 async def test_a_client_that_ends_its_side_gets_what_it_has_credits_for(

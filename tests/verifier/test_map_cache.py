@@ -14,8 +14,9 @@ from test_store import new_store
 from verifier_support import LAYOUT, Client, Clock
 
 from paceline.service.exchange import request_files
+from paceline.text import Text
 from paceline.v1 import kv_pb2
-from paceline.verifier.engine.job import GenerationParams
+from paceline.verifier.engine.job import Request
 from paceline.verifier.store import CacheNotFound
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -79,7 +80,7 @@ async def test_refusals(client: Client) -> None:
 async def test_an_expired_lease_ends_access_before_the_sweep() -> None:
     clock = Clock()
     store = new_store(clock)
-    cache = await store.admit(GenerationParams((1,), length_limit=9), "me")
+    cache = await store.admit(Request(Text((1,), limit=9)), "me")
     clock.now = 6.0
     assert store.find_granted(cache.read_grant) is cache
     clock.now = 10.0

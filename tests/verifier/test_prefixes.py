@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from verifier_support import LAYOUT, MEMORY, Client, serving, text
 
-from paceline.verifier.engine.job import CachedSequence, GenerationParams
+from paceline.text import Text
+from paceline.verifier.engine.job import CachedSequence, Request
 from paceline.verifier.engine.queue import CHUNK_TOKENS, PrefixCache
 from paceline.verifier.kv.pool import PagedKv, PagePool
 from paceline.verifier.kv.segment import Segment
@@ -84,7 +85,7 @@ async def test_texts_are_shared_with_the_same_user_only(client_reusing: Client) 
     for user in users:
         assert (await client.create(prompt, user=user, **FIELDS)).reused_tokens == 199
     (cache, *_) = client.service.store
-    assert len({each.sequence.user for each in client.service.store}) == 4
+    assert len({each.sequence.text.owner for each in client.service.store}) == 4
     assert {each.owner for each in client.service.store} == {cache.owner}
     with pytest.raises(grpc.RpcError) as refused:
         await client.create(prompt, user="a" * 257, **FIELDS)
@@ -170,9 +171,7 @@ async def client_reusing(model: Path, tmp_path: Path) -> Any:
 
 def sequence(owner: str, tokens: list[int]) -> CachedSequence:
     """A sequence whose whole text but the newest token is committed."""
-    made = CachedSequence(
-        GenerationParams(tuple(tokens), length_limit=1000), Segment(MEMORY, 1024), owner
-    )
+    made = CachedSequence(Request(Text(tokens, limit=1000, owner=owner)), Segment(MEMORY, 1024))
     made.committed = len(tokens) - 1
     return made
 
@@ -199,10 +198,10 @@ def test_the_longest_prefix_of_the_same_owner(
     for owner, chunks in asked:
         new = sequence(owner, written(chunks))
         found = prefixes.find(new)
-        shared = [each.common_prefix(new) for each in prefixes if each.owner == owner]
+        shared = [each.common_prefix(new) for each in prefixes if each.text.owner == owner]
         best = max(shared, default=0) // CHUNK_TOKENS
         assert (0 if found is None else found.common_prefix(new) // CHUNK_TOKENS) == best
-        assert found is None or (found.owner == owner and not found.kv.closed)
+        assert found is None or (found.text.owner == owner and not found.kv.closed)
         new.kv.close()
     prefixes.clear()
     assert not len(prefixes)

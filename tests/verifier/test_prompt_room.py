@@ -15,14 +15,15 @@ from verifier_support import make_model, text
 
 from paceline.decoder import Decoder
 from paceline.decoder.graphs import SHAPES
+from paceline.text import Text
 from paceline.tree import EMPTY
 from paceline.verifier.engine.batch import MIN_GRAPH_PROMPT, prompt_room
 from paceline.verifier.engine.engine import Engine
 from paceline.verifier.engine.job import (
     CachedSequence,
     Decode,
-    GenerationParams,
     Prefill,
+    Request,
     StepOutput,
 )
 from paceline.verifier.engine.queue import CommandThread
@@ -74,7 +75,7 @@ def step(engine: Engine) -> int:
 
 
 def sequence(pool: PagePool, length: int) -> CachedSequence:
-    params = GenerationParams(tuple(text(length, length)), length_limit=2000)
+    params = Request(Text(tuple(text(length, length)), limit=2000))
     return CachedSequence(params, pool.allocate(2048, None))
 
 

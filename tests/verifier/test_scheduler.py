@@ -128,7 +128,7 @@ def drawn(confidences: list[float], costs: CostTable) -> list[int]:
     sampling = SamplingParams(temperature=1.0, rejection=True)
     job = Mock()
     job.sequence.committed = 9
-    job.sequence.generation.sampling = sampling
+    job.sequence.text.sampling = sampling
     count = len(confidences)
     tree = TokenTree.chain([1] * count, confidences)
     (cut,) = Scheduler(costs, 255).admit([job], [tree], 1, 9, 0)

@@ -11,8 +11,9 @@ import pytest
 from verifier_support import LAYOUT, Clock
 
 from paceline.service import limits
+from paceline.text import Text
 from paceline.verifier import store as store_module
-from paceline.verifier.engine.job import CachedSequence, FinishReason, GenerationParams
+from paceline.verifier.engine.job import CachedSequence, FinishReason, Request
 from paceline.verifier.kv.base import Taps, open_segments
 from paceline.verifier.kv.segment import Segment, SegmentMemory
 from paceline.verifier.store import CacheNotFound, CacheStore, StoreFull
@@ -31,7 +32,7 @@ def new_store(clock: Clock, **options: Any) -> CacheStore:
 async def test_leases_expire() -> None:
     clock = Clock()
     store = new_store(clock)
-    caches = [await store.admit(GenerationParams((1,), length_limit=9), "me") for _ in range(3)]
+    caches = [await store.admit(Request(Text((1,), limit=9)), "me") for _ in range(3)]
     clock.now = 6.0
     assert store.find(caches[1].handle, "me") is caches[1]
     clock.now = 10.0
@@ -57,9 +58,7 @@ async def test_a_lease_that_was_renewed_while_another_cache_is_freed() -> None:
 
     memory = SegmentMemory(LAYOUT, 1 << 24)
     store = CacheStore(memory, slow, max_sequences=4, lease_seconds=10.0, clock=clock)
-    first, second, third = [
-        await store.admit(GenerationParams((1,), length_limit=9), "me") for _ in range(3)
-    ]
+    first, second, third = [await store.admit(Request(Text((1,), limit=9)), "me") for _ in range(3)]
     clock.now = 10.0
     sweeping = asyncio.create_task(store.sweep())
     await asyncio.sleep(0)
@@ -76,7 +75,7 @@ async def test_a_lease_that_was_renewed_while_another_cache_is_freed() -> None:
 async def test_a_cache_that_was_never_used_has_a_short_lease() -> None:
     clock = Clock()
     store = new_store(clock)
-    cache = await store.admit(GenerationParams((1,), length_limit=9), "me")
+    cache = await store.admit(Request(Text((1,), limit=9)), "me")
     store.renew(cache, 5.0)
     clock.now = 4.0
     assert await store.sweep() == 0
@@ -93,7 +92,7 @@ async def test_texts_that_nobody_reads_are_released() -> None:
     clock = Clock()
     store = new_store(clock)
     unread, read, ended, new = [
-        await store.admit(GenerationParams((1,), length_limit=9), "me") for _ in range(4)
+        await store.admit(Request(Text((1,), limit=9)), "me") for _ in range(4)
     ]
     read.stream, ended.sequence.finish = object(), FinishReason.STOP
     clock.now = 1 + limits.ABANDONED_SECONDS
@@ -104,7 +103,7 @@ async def test_texts_that_nobody_reads_are_released() -> None:
 
 
 async def test_admission_counts_texts_at_their_expected_length() -> None:
-    generation = GenerationParams((1,) * 10, length_limit=5000)
+    generation = Request(Text((1,) * 10, limit=5000))
     memory = LAYOUT.capacity(5000) * LAYOUT.token_bytes
     store = new_store(Clock(), kv_bytes=memory, max_sequences=64)
     expected = 512 * LAYOUT.token_bytes  # 10 + 256 tokens, in steps of 256
@@ -119,7 +118,7 @@ async def test_admission_counts_texts_at_their_expected_length() -> None:
     assert not waiting[1].done()
     waiting[1].cancel()
     with pytest.raises(StoreFull) as full:
-        await store.admit(GenerationParams((1,), length_limit=5400), "me")
+        await store.admit(Request(Text((1,), limit=5400)), "me")
     assert full.value.forever
     for cache in caches:
         await store.release(cache)
@@ -135,19 +134,19 @@ async def test_a_text_without_room_for_hidden_states_is_admitted_without(
     layout = replace(LAYOUT, hidden=16)
     memory = SegmentMemory(layout, layout.capacity(5000) * layout.token_bytes)
     store = CacheStore(memory, free, max_sequences=4, lease_seconds=10.0, clock=Clock())
-    asked = GenerationParams((1,) * 10, length_limit=length, taps=Taps((0,)))
+    asked = Request(Text((1,) * 10, limit=length), taps=Taps((0,)))
     cache = await store.admit(asked, "me")
     assert (cache.sequence.kv.taps is not None) == kept
-    assert (cache.sequence.generation.taps is not None) == kept
+    assert (cache.sequence.request.taps is not None) == kept
     await store.release(cache)
     store.check_integrity()
 
 
 async def test_released_generations_are_admitted_before_new_ones() -> None:
     store = new_store(Clock(), max_sequences=1)
-    first = await store.admit(GenerationParams((1,), length_limit=9), "me")
-    new = asyncio.create_task(store.admit(GenerationParams((1,), length_limit=9), "me"))
-    again = asyncio.create_task(store.admit(GenerationParams((1,), (2,), length_limit=9), "me"))
+    first = await store.admit(Request(Text((1,), limit=9)), "me")
+    new = asyncio.create_task(store.admit(Request(Text((1,), limit=9)), "me"))
+    again = asyncio.create_task(store.admit(Request(Text((1,), (2,), limit=9)), "me"))
     await asyncio.sleep(0)
     await store.release(first)
     second = await again
@@ -162,13 +161,13 @@ async def test_a_request_without_room_is_refused_in_the_end(
     monkeypatch.setattr(store_module, "WAIT_SECONDS", 0.0)
     store = new_store(Clock(), max_sequences=0)
     with pytest.raises(StoreFull) as full:
-        await store.admit(GenerationParams((1,), length_limit=9), "me")
+        await store.admit(Request(Text((1,), limit=9)), "me")
     assert not full.value.forever
 
 
 async def test_the_youngest_generation_makes_room() -> None:
     store = new_store(Clock())
-    caches = [await store.admit(GenerationParams((1,), length_limit=200), "me") for _ in range(4)]
+    caches = [await store.admit(Request(Text((1,), limit=200)), "me") for _ in range(4)]
     since = perf_counter()
     await asyncio.gather(store.make_room(since), store.make_room(since))
     assert [cache.released for cache in caches] == [False, False, False, True]
@@ -189,7 +188,7 @@ async def test_a_cancelled_release_frees_the_memory() -> None:
 
     memory = SegmentMemory(LAYOUT, 1 << 24)
     store = CacheStore(memory, later, max_sequences=4, lease_seconds=9.0)
-    cache = await store.admit(GenerationParams((1,), length_limit=9), "me")
+    cache = await store.admit(Request(Text((1,), limit=9)), "me")
     releasing = asyncio.create_task(store.release(cache))
     await asyncio.sleep(0)
     releasing.cancel()
@@ -204,7 +203,7 @@ async def test_a_cancelled_release_frees_the_memory() -> None:
 
 async def test_every_capability_and_generation_differs() -> None:
     store = new_store(Clock())
-    caches = [await store.admit(GenerationParams((1,), length_limit=9), "me") for _ in range(4)]
+    caches = [await store.admit(Request(Text((1,), limit=9)), "me") for _ in range(4)]
     secrets = {secret for cache in caches for secret in (cache.handle, cache.read_grant)}
     assert len(secrets) == 8
     assert {len(secret) for secret in secrets} == {16}
@@ -219,7 +218,7 @@ async def test_the_integrity_check_sees_damage(segment: Segment) -> None:
         store.check_integrity()  # the fixture's segment belongs to no cache
     segment.close()
     store.check_integrity()
-    cache = await store.admit(GenerationParams((1,), length_limit=9), "me")
+    cache = await store.admit(Request(Text((1,), limit=9)), "me")
     cache.sequence.committed = 1
     with pytest.raises(AssertionError, match="committed beyond what is reserved"):
         store.check_integrity()

@@ -29,9 +29,10 @@ from paceline.decoder.layer import layer_shapes
 from paceline.decoder.products import FIXED_ROWS, FixedProducts
 from paceline.kernels import PagedPlane, QueryBlock, plan_trees, rotated
 from paceline.kv.selection import AttentionScores, PageScores, Rows
+from paceline.text import Text
 from paceline.tree import EMPTY, TokenTree
 from paceline.verifier.engine.batch import Batch, BatchObserver
-from paceline.verifier.engine.job import CachedSequence, Decode, GenerationParams, Prefill
+from paceline.verifier.engine.job import CachedSequence, Decode, Prefill, Request
 from paceline.verifier.kv.base import KvLayout
 from paceline.verifier.kv.pool import PagePool
 from paceline.verifier.model import check_states
@@ -200,7 +201,7 @@ def test_a_batch_that_needs_no_logits(request: pytest.FixtureRequest, pool: Page
     decoder, kv = make_decoder(), pool.allocate(256, None)
     kv.reserve(20)
     batch = Batch()
-    batch.add_prefill(Prefill(CachedSequence(GenerationParams(tuple(range(9))), kv)), 6)
+    batch.add_prefill(Prefill(CachedSequence(Request(Text(tuple(range(9)))), kv)), 6)
     logits, _ = batch.forward(decoder, GraphRunner(decoder, pool))
     assert logits.shape == (0, 50)
     kv.close()
@@ -215,7 +216,7 @@ def test_a_piece_of_a_prompt_takes_the_graph_that_has_room_for_it(
     monkeypatch.setattr(runner, "capture", lambda plan, *_: Captured(plan).run)
     kv.reserve(rows)
     batch = Batch()
-    batch.add_prefill(Prefill(CachedSequence(GenerationParams(tuple(range(40)) * 13), kv)), rows)
+    batch.add_prefill(Prefill(CachedSequence(Request(Text(tuple(range(40)) * 13)), kv)), rows)
     assert (batch._replay(decoder, runner, ()) is None) == (rows > 512)
     kv.close()
 
@@ -303,7 +304,7 @@ def test_the_next_step_of_plain_decoding_is_prepared_while_a_gpu_computes(
 
     monkeypatch.setattr(PassTables, "fill", counted)
     caches = [pool.allocate(512, None) for _ in range(2)]
-    sequences = [CachedSequence(GenerationParams((1,) * 9), cache) for cache in caches]
+    sequences = [CachedSequence(Request(Text((1,) * 9)), cache) for cache in caches]
 
     def step(lengths: tuple[int, int], tree: TokenTree = EMPTY) -> tuple[int, Any]:
         """Tables filled for a step, and those that it runs with; then prepares the next one."""
@@ -371,7 +372,7 @@ def test_a_graph_that_cannot_be_captured_ends_no_start(
     expected = []
     for graphs in (runner, None):
         batch = Batch()
-        batch.add_prefill(Prefill(CachedSequence(GenerationParams(tuple(range(9))), kv)), 6)
+        batch.add_prefill(Prefill(CachedSequence(Request(Text(tuple(range(9)))), kv)), 6)
         expected.append(batch.forward(decoder, graphs)[0])
     assert torch.equal(*expected)
     assert runner.forward([1], [QueryBlock(0, 3, None, 1)], [1]) is not None

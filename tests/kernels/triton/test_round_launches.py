@@ -21,6 +21,7 @@ from paceline.kernels import SamplingParams
 from paceline.kernels import sampling as sampling_module
 from paceline.kernels.triton.backend import perturbed
 from paceline.kernels.triton.plan import GraphPlan
+from paceline.text import Text
 from paceline.tree import EMPTY, TokenTree
 from paceline.verifier.engine.engine import Engine
 from paceline.verifier.engine.job import (
@@ -28,8 +29,8 @@ from paceline.verifier.engine.job import (
     CachedSequence,
     Decode,
     Draft,
-    GenerationParams,
     Prefill,
+    Request,
 )
 from paceline.verifier.kv import pool as pool_module
 from paceline.verifier.kv.base import KvLayout, TapLayout, Taps
@@ -121,12 +122,16 @@ def step(
         layout, META, kv_bytes=texts * 1024 * layout.token_bytes, max_sequences=texts,
         max_context=512,
     )  # fmt: skip
-    params = GenerationParams((3, 1, 4), length_limit=50, **fields)
-    taps = None if params.taps is None else TapLayout.of(params.taps, layout, 512)
+    wanted: Taps | None = fields.get("taps")
+    sampling = fields.get("sampling", SamplingParams(temperature=0.0))
+    taps = None if wanted is None else TapLayout.of(wanted, layout, 512)
     graphs = NoGraphs(pool, lambda: launched.names.append("replay"))
-    assert list(graphs.warm_up(() if params.taps is None else params.taps.layers))
+    assert list(graphs.warm_up(() if wanted is None else wanted.layers))
     engine = Engine(model(), graphs=graphs)
-    sequences = [CachedSequence(params, pool.allocate(512, taps)) for _ in range(texts)]
+    requests = [
+        Request(Text((3, 1, 4), limit=50, sampling=sampling), taps=wanted) for _ in range(texts)
+    ]
+    sequences = [CachedSequence(each, pool.allocate(512, taps)) for each in requests]
     with torch.inference_mode(), launched:
         for sequence in sequences:
             engine.prefill(Prefill(sequence))

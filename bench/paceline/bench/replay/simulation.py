@@ -70,7 +70,7 @@ class _Sequence:
     """What the scheduler reads of a sequence."""
 
     drafter: str | None
-    generation: Any
+    text: Any
 
 
 @dataclass
@@ -130,7 +130,7 @@ class Simulation:
         self._made += 1
         sequence = _Sequence(
             drafter=None if self.mode == "plain" else "some",
-            generation=SimpleNamespace(sampling=SimpleNamespace(rejection=False)),
+            text=SimpleNamespace(sampling=SimpleNamespace(rejection=False)),
         )
         job = SimpleNamespace(sequence=sequence, tree=EMPTY, guess=EMPTY, asked=self.load.asked)
         return Generation(self._made, job, length, self.now)

@@ -39,30 +39,33 @@ _SHARED_SIZES = (2, 4)
 
 
 class NgramIndex:
-    """A text and the positions after its n-grams. O(1) time and memory per token.
+    """The positions after the n-grams of a text. O(1) time and memory per token.
 
     A map has the latest position after each n-gram, by a hash of it, and a link leads from each
     position to the previous ones with the same hashes. Several n-grams may share a hash, so
     :meth:`matches` compares tokens.
     """
 
-    def __init__(self, min_n: int, max_n: int) -> None:
-        self.tokens: list[int] = []
+    def __init__(self, text: Sequence[int], min_n: int, max_n: int) -> None:
+        """Make an index of a text, which grows elsewhere, without any token of it."""
+        self.length = 0
+        """Tokens of the text that are in the index."""
+        self._text = text
         self._min, self._max = min_n, max_n
         self._latest: dict[int, int] = {}
         self._earlier: list[tuple[int | None, ...]] = []
         self._keys: tuple[int, ...] = ()  # of the n-grams that end the text, by rising n
 
-    def append(self, tokens: Sequence[int]) -> None:
-        """Appends tokens to the text."""
-        text, latest, earlier = self.tokens, self._latest, self._earlier
-        for token in tokens:
+    def add(self, count: int) -> None:
+        """Add the next ``count`` tokens of the text, or as many as there are."""
+        latest, earlier = self._latest, self._earlier
+        for position in range(self.length, min(self.length + count, len(self._text))):
             # The n-grams before a token are added only now that they have a continuation, so a
             # lookup of the newest n-gram never finds itself.
             keys = self._keys
             earlier.append(tuple(map(latest.get, keys)))
-            latest.update(dict.fromkeys(keys, len(text)))
-            text.append(token)
+            latest.update(dict.fromkeys(keys, position))
+            self.length = position + 1
             self._keys = self._hashes()
 
     def matches(
@@ -96,23 +99,22 @@ class NgramIndex:
         return list(found.items())
 
     def _hashes(self) -> tuple[int, ...]:
-        """Hashes of the n-grams that end the text."""
+        """Hashes of the n-grams that end the indexed text."""
         keys, key = [], 0
-        for token in reversed(self.tokens[-self._max :]):
+        for token in reversed(self._text[max(0, self.length - self._max) : self.length]):
             key = hash((key, token))
             keys.append(key)
         return tuple(keys[self._min - 1 :])
 
     def continuation(self, position: int, length: int) -> tuple[int, ...]:
         """Returns the text from a position on, repeated if it is shorter than ``length``."""
-        tokens = self.tokens[position : position + length]
+        tokens = list(self._text[position : min(position + length, self.length)])
         while len(tokens) < length:
             tokens += tokens[: length - len(tokens)]
         return tuple(tokens)
 
     def _match_length(self, position: int, limit: int) -> int:
-        text = self.tokens
-        end = len(text)
+        text, end = self._text, self.length
         limit = min(limit, position)
         length = 0
         while length < limit and text[position - 1 - length] == text[end - 1 - length]:
@@ -341,12 +343,12 @@ class Continuation(NamedTuple):
 class NgramSource:
     """The text of one generation and its index."""
 
-    def __init__(self, options: NgramOptions, tokens: Sequence[int], owner: Owner) -> None:
-        """Begin with a text whose newest token is the anchor."""
+    def __init__(self, options: NgramOptions, text: Sequence[int], owner: Owner) -> None:
+        """Begin with a text whose newest token is the anchor, and which grows elsewhere."""
         self._options = options
         self._shared = owner.texts
-        self._index = NgramIndex(options.min_n, options.max_n)
-        self._text = list(tokens)
+        self._text = text
+        self._index = NgramIndex(text, options.min_n, options.max_n)
         self._in_text = MatchStatistics(options.match_limit, owner.in_text)
         self._in_texts = MatchStatistics(options.match_limit, owner.in_texts)
         self._predictions: list[Continuation] = []
@@ -355,19 +357,17 @@ class NgramSource:
     @property
     def backlog(self) -> int:
         """Tokens of the text that are not in the index. Unit: tokens."""
-        return len(self._text) - len(self._index.tokens)
+        return len(self._text) - self._index.length
 
     def warm(self, limit: int) -> None:
         """Add at most so many tokens of the backlog to the index."""
-        begin = len(self._index.tokens)
-        self._index.append(self._text[begin : begin + limit])
+        self._index.add(limit)
 
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Append the tokens of a step, and learn from them how well the last tree was."""
+    def learn(self, tokens: Sequence[int]) -> None:
+        """Learn from the tokens of a step, which the text has, how good the last tree was."""
         for predicted, match, _, statistics in self._predictions:
             statistics.observe(match, predicted, tokens)
         self._predictions = []
-        self._text.extend(tokens)
 
     def propose(
         self, nodes: int, depth: int, warm: int | None = None, least: float = 0.0
@@ -400,8 +400,8 @@ class NgramSource:
         """End the text; other texts of its owner may be continued from it."""
         if self._shared is not None:
             self._shared.add(self._text)
-        self._index = NgramIndex(self._options.min_n, self._options.max_n)
-        self._text.clear()
+        self._text = ()
+        self._index = NgramIndex((), self._options.min_n, self._options.max_n)
 
     def _continuations(
         self,
@@ -437,10 +437,10 @@ class NgramOwners:
         self._options = options
         self._owners = Owners(options.owners, partial(Owner, options))
 
-    def start(self, tokens: Sequence[int], owner: str) -> NgramSource:
+    def start(self, text: Sequence[int], owner: str) -> NgramSource:
         """Begin a text of an owner. Of a text without one (""), nothing is kept."""
         known = self._owners.of(owner) if owner else Owner(self._options, known=False)
-        return NgramSource(self._options, tokens, known)
+        return NgramSource(self._options, text, known)
 
 
 def _merge(continuations: Iterable[Continuation]) -> Sequence[Continuation]:

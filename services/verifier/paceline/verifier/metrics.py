@@ -253,7 +253,7 @@ class VerifierMetrics(RoundMetrics, Collector):
         """A prefill ended. One without a first token is not counted."""
         if prefill.output is None:
             return
-        self._add(Metric.PROMPT_TOKENS, len(cache.sequence.generation.prompt))
+        self._add(Metric.PROMPT_TOKENS, cache.sequence.text.prompt_length)
         self._add(Metric.CACHED_PROMPT_TOKENS, prefill.reused)
         self._add(Metric.GENERATION_TOKENS, 1)
         self._add(Metric.PREFILL_SECONDS, prefill.step_us / 1e6)

@@ -14,7 +14,7 @@ from itertools import count
 
 from paceline.kv.selection import SelectionPolicy
 from paceline.service import limits
-from paceline.verifier.engine.job import CachedSequence, EngineJob, GenerationParams
+from paceline.verifier.engine.job import CachedSequence, EngineJob, Request
 from paceline.verifier.engine.queue import PrefixCache
 from paceline.verifier.kv.base import TapLayout, open_segments, round_up
 from paceline.verifier.kv.pool import PagePool
@@ -132,23 +132,23 @@ class AdmissionQueue:
         """Requests that wait for memory now."""
         return len(self._waiting)
 
-    def expected_length(self, generation: GenerationParams) -> int:
+    def expected_length(self, request: Request) -> int:
         """Tokens that a generation is expected to have at its end."""
-        expected = generation.prefilled + math.ceil(self.expected_output)
-        return min(expected, generation.length_limit)
+        expected = request.text.given + math.ceil(self.expected_output)
+        return min(expected, request.text.limit)
 
     def ended(self, sequence: CachedSequence) -> None:
         """Learn from the length of a generation that has ended."""
         if sequence.finish is not None:
-            output = len(sequence.tokens) - len(sequence.generation.prompt)
+            output = sequence.text.output_length
             self.expected_output += _NEWEST_SHARE * (output - self.expected_output)
 
-    async def wait(self, generation: GenerationParams, has_room: Callable[[], bool]) -> None:
+    async def wait(self, request: Request, has_room: Callable[[], bool]) -> None:
         """Wait until it is a request's turn and there is room for it. Raises ``NoRoom`` if it
         waited too long, or too many wait."""
         if len(self._waiting) >= limits.WAITING_FOR_MEMORY:
             raise NoRoom(f"{len(self._waiting)} requests wait for KV memory")
-        ticket = (not generation.output, next(self._tickets))
+        ticket = (request.text.given == request.text.prompt_length, next(self._tickets))
         self._waiting.append(ticket)
         try:
             async with asyncio.timeout(WAIT_SECONDS):
@@ -225,20 +225,18 @@ class CacheStore:
         """Caches whose handles are valid."""
         return iter(list(self._caches.values()))
 
-    async def admit(
-        self, generation: GenerationParams, owner: str, user: str | None = None
-    ) -> Cache:
+    async def admit(self, request: Request, owner: str) -> Cache:
         """Create a cache as soon as the generation is expected to fit beside the others. ``owner``
-        may use its handle; the text is that of ``user`` (None: of the owner). Hidden states that
+        may use its handle. Hidden states that
         have no room beside the longest text are not kept: its drafter is told so, and the text goes
         on without drafts. Raises ``StoreFull`` if there is not enough memory, or there are too many
         caches; ``OutOfMemory``: the machine cannot map it."""
-        capacity = self.memory.layout.capacity(generation.length_limit)
+        capacity = self.memory.layout.capacity(request.text.limit)
         taps = None
-        if generation.taps is not None:
-            taps = TapLayout.of(generation.taps, self.memory.layout, capacity)
+        if request.taps is not None:
+            taps = TapLayout.of(request.taps, self.memory.layout, capacity)
             if self.memory.bytes_of(capacity, taps) > self.memory.limit_bytes:
-                taps, generation = None, replace(generation, taps=None)
+                taps, request = None, replace(request, taps=None)
         needed = self.memory.bytes_of(capacity, taps)
         if needed > self.memory.limit_bytes:
             raise StoreFull(
@@ -247,16 +245,16 @@ class CacheStore:
                 "max_new_tokens",
                 forever=True,
             )
-        expected = self.memory.bytes_of(round_up(self.admission.expected_length(generation)), taps)
+        expected = self.memory.bytes_of(round_up(self.admission.expected_length(request)), taps)
         try:
-            await self.admission.wait(generation, lambda: self._has_room(expected))
+            await self.admission.wait(request, lambda: self._has_room(expected))
         except NoRoom as error:
             raise StoreFull(
                 f"{error}: {len(self)} of {self.max_sequences} sequences have "
                 f"{self.claimed_bytes} of {self.memory.limit_bytes} bytes, and this one needs "
                 f"{expected}; try again later"
             ) from error
-        sequence = CachedSequence(generation, self.memory.allocate(capacity, taps), owner, user)
+        sequence = CachedSequence(request, self.memory.allocate(capacity, taps), owner)
         cache = Cache(sequence, next(self._epochs), expected)
         self._caches[digest(cache.handle)] = cache
         self._grants[digest(cache.read_grant)] = cache
@@ -425,5 +423,5 @@ def _invariants(cache: Cache) -> dict[str, bool]:
         "text and history differ": len(sequence.history) == len(sequence.tokens),
         "its anchor is not the newest token": sequence.prefilling
         or sequence.committed == len(sequence.tokens) - 1,
-        "longer than its limit": len(sequence.tokens) <= sequence.generation.length_limit,
+        "longer than its limit": len(sequence.tokens) <= sequence.text.limit,
     }

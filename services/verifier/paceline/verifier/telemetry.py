@@ -204,7 +204,7 @@ class Telemetry:
         if self._tracer is not None and traceparent:
             attributes: dict[str, Any] = {
                 **CREATE_CACHE,
-                Attribute.INPUT_TOKENS: job.sequence.generation.prefilled,
+                Attribute.INPUT_TOKENS: job.sequence.text.given,
                 Attribute.REUSED_TOKENS: job.reused,
                 Attribute.QUEUE_DURATION: job.queue_us / 1e6,
                 Attribute.COMPUTE_DURATION: job.step_us / 1e6,

@@ -35,7 +35,7 @@ from paceline.verifier.scheduler.scheduler import Scheduler
 from paceline.verifier.telemetry import RoundSpans
 from paceline.vllm.review import review
 from paceline.vllm.settings import TRIED, Settings, vllm_version
-from paceline.vllm.texts import Text, Texts
+from paceline.vllm.texts import Texts, VllmText
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import Tracer
@@ -88,7 +88,7 @@ class PacelineProposer:
         )
         self._always = own.draft == "always"
         self._looks_up = own.lookup == "on"
-        self._planned: dict[Text, TokenTree] = {}
+        self._planned: dict[VllmText, TokenTree] = {}
         self._asked: dict[CachedSequence, str] = {}  # for the planned step, and the drafter
         self._disturbed = False  # whether the planned step waited in vain
         self._step_seconds = 0.0
@@ -165,7 +165,7 @@ class PacelineProposer:
         sampled: Sequence[Sequence[int]],
         lengths: NDArray[Any],
         rows: NDArray[Any],
-    ) -> dict[Text, TokenTree]:
+    ) -> dict[VllmText, TokenTree]:
         now = perf_counter()
         self._step += 1
         texts, known = self._texts.follow(sampled, lengths, rows)
@@ -183,7 +183,7 @@ class PacelineProposer:
         self._planned = self._admit(list(texts))
         return self._planned
 
-    def _learn(self, texts: dict[Text, list[int]], alone: bool, now: float) -> None:
+    def _learn(self, texts: dict[VllmText, list[int]], alone: bool, now: float) -> None:
         """The step that ended gave the texts these tokens. Only of a step that had the planned
         texts ``alone`` times are learnt."""
         for text in self._planned.keys() ^ texts.keys():  # new, ended, or preempted by vLLM
@@ -209,7 +209,7 @@ class PacelineProposer:
         self._scheduler.stepped(self._began, now, outputs if alone else (), self._asked)
         self._asked = {}
 
-    def _ask(self, drafting: Drafting, text: Text, now: float) -> None:
+    def _ask(self, drafting: Drafting, text: VllmText, now: float) -> None:
         """Look the text up, and request a tree of it where that may be worth more. Each of both
         drafts only where that has paid."""
         job, sequence = text.job, text.job.sequence
@@ -232,12 +232,12 @@ class PacelineProposer:
             self._scheduler.budget_sent(sequence, nodes)
             self._asked[sequence] = name
 
-    def _budget(self, text: Text, drafter: str) -> int:
+    def _budget(self, text: VllmText, drafter: str) -> int:
         """Most tokens that a drafter may draft for a text; 0: it does not draft now."""
         sequence = text.job.sequence
         sequence.drafter = drafter
         most = MAX_NODES if self._always else self._scheduler.budget(sequence)
-        nodes = max(0, min(self._settings.tokens, sequence.room - 1, most))
+        nodes = max(0, min(self._settings.tokens, sequence.text.room - 1, most))
         if not nodes:
             self._scheduler.budget_sent(sequence, 0)
         return nodes
@@ -252,12 +252,12 @@ class PacelineProposer:
         usual = 0.0 if at is None else at.link.latency.get(name, 0.0)
         return _MAX_WAIT * step, min(usual + _LATE_SHARE * step, _MAX_WAIT * step)
 
-    def _rests_now(self, text: Text) -> bool:
+    def _rests_now(self, text: VllmText) -> bool:
         """Whether its service is not asked for it: it was late, it is reading the prompt, or it
         would have to read it for a text that may end soon."""
         at, sequence = text.job.sequence_at_drafter, text.job.sequence
         if at is None:
-            return sequence.output_tokens < _READ_SHARE * len(sequence.generation.prompt)
+            return sequence.text.output_length < _READ_SHARE * sequence.text.prompt_length
         return max(self._rests.get(at.link, (0, 0))[1], text.rests_until) > self._step
 
     def _wait(self, drafting: Drafting) -> None:
@@ -280,7 +280,7 @@ class PacelineProposer:
             rest = min(_MAX_REST, 2 * self._rests.get(link, (_FIRST_REST // 2, 0))[0])
             self._rests[link] = rest, self._step + rest
 
-    def _choose(self, text: Text, *, slow: bool) -> None:
+    def _choose(self, text: VllmText, *, slow: bool) -> None:
         """Take the chain that promises more: the service's, or the one that was looked up. A text
         that was waited for a ``slow`` answer without any token rests."""
         job = text.job
@@ -299,7 +299,7 @@ class PacelineProposer:
         elif name := self._asked.get(job.sequence):
             job.sequence.drafter = name
 
-    def _admit(self, texts: list[Text]) -> dict[Text, TokenTree]:
+    def _admit(self, texts: list[VllmText]) -> dict[VllmText, TokenTree]:
         """The first tokens of each chain, as many as are worth their time."""
         if not texts:
             return {}
@@ -309,7 +309,7 @@ class PacelineProposer:
         admitted = self._scheduler.admit(jobs, trees, len(jobs), attended, 0)
         return dict(zip(texts, trees if self._always else admitted, strict=True))
 
-    def _trace(self, tracer: Tracer, text: Text) -> None:
+    def _trace(self, tracer: Tracer, text: VllmText) -> None:
         """Begin the span of a text. It has no parent: vLLM gives a proposer no trace context."""
         text.span = tracer.start_span(
             Span.GENERATION, attributes={Attribute.REQUEST_MODEL: self._settings.model.name}
@@ -331,5 +331,5 @@ class PacelineProposer:
 
     def _read_tree(self, message: tree_pb2.TokenTree, job: Decode) -> TokenTree:
         """Read and check a tree; its likeliest path is the chain. Raises ``ServiceError``."""
-        tree = read_tree(message, self._settings.model, job.sequence)
+        tree = read_tree(message, self._settings.model, job.sequence.text)
         return replace(tree, confidences=tree.acceptance_probabilities).best_chain()

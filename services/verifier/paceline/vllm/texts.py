@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.kernels import SamplingParams
 from paceline.sources.ngram import NgramOptions, NgramSource, Owner
+from paceline.text import Text
 from paceline.tree import EMPTY, TokenTree
-from paceline.verifier.engine.job import CachedSequence, Decode, GenerationParams
+from paceline.verifier.engine.job import CachedSequence, Decode, Request
 
 if TYPE_CHECKING:
     from paceline.verifier.kv.base import SequenceKv
@@ -33,7 +33,7 @@ _OPTIONS = NgramOptions(
 
 
 @dataclass(eq=False)
-class Text:
+class VllmText:
     """One request of vLLM."""
 
     # The request as exchange and scheduler know it; greedy, for vLLM names no parameters.
@@ -47,45 +47,34 @@ class Text:
     rest: int = 0
     rests_until: int = 0
     span: Any = None  # its span; None if it is not traced
-    _tokens: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
-    _kept: int = 0
 
     @classmethod
     def begin(
         cls, row: int, tokens: NDArray[Any], output: int, limit: int, owner: Owner | None
-    ) -> Text:
+    ) -> VllmText:
         """A text whose last ``output`` tokens are generated, of at most ``limit`` in all; with an
         ``owner`` it is looked up."""
-        known = tokens.tolist()
-        generation = GenerationParams(
-            prompt=tuple(known[: len(known) - output]),
-            output=tuple(known[len(known) - output :]),
-            sampling=SamplingParams(temperature=0.0),
-            length_limit=limit,
-        )
-        found = None if owner is None else NgramSource(_OPTIONS, known, owner)
-        text = cls(Decode(CachedSequence(generation, _NO_KV), drafter=""), found, row)
-        text._keep(tokens)
-        return text
+        ids: list[int] = tokens.tolist()
+        prompt_length = len(ids) - output
+        text = Text(ids[:prompt_length], ids[prompt_length:], limit=limit)
+        lookup = None if owner is None else NgramSource(_OPTIONS, text.tokens, owner)
+        return cls(Decode(CachedSequence(Request(text), _NO_KV), drafter=""), lookup, row)
 
     def __len__(self) -> int:
         return len(self.job.sequence.tokens)
 
     def continues(self, tokens: NDArray[Any], new: int) -> bool:
         """Whether a row is this text with ``new`` tokens more."""
-        length = len(self)
-        return length == len(tokens) - new and np.array_equal(
-            tokens[:length], self._tokens[:length]
-        )
+        known = self.job.sequence.tokens
+        return len(known) == len(tokens) - new and np.array_equal(tokens[: len(known)], known)
 
     def extend(self, row: int, tokens: NDArray[Any], new: int) -> list[int]:
         """Take over the last ``new`` tokens of its row; returns them."""
         added: list[int] = tokens[len(tokens) - new :].tolist()
         self.row, self.seen_at = row, perf_counter()
-        self.job.sequence.tokens += added
-        self._keep(tokens)
+        self.job.sequence.tokens.extend(added)
         if self.lookup is not None:
-            self.lookup.extend(added)
+            self.lookup.learn(added)
         return added
 
     def look_up(self, nodes: int) -> TokenTree:
@@ -93,14 +82,6 @@ class Text:
         if self.lookup is None:
             return EMPTY
         return self.lookup.propose(nodes, nodes, _WARM_TOKENS).best_chain()
-
-    def _keep(self, tokens: NDArray[Any]) -> None:
-        length, room = len(tokens), len(self._tokens)
-        if length > room:
-            old, self._tokens = self._tokens, np.empty(max(64, 2 * length), np.int32)
-            self._tokens[:room] = old
-        self._tokens[self._kept : length] = tokens[self._kept :]
-        self._kept = length
 
 
 class Texts:
@@ -111,11 +92,11 @@ class Texts:
         self._limit = limit
         # It keeps how often matches continued, and no text.
         self._owner = Owner(_OPTIONS) if lookup else None
-        self._texts: list[Text] = []
+        self._texts: list[VllmText] = []
 
     def follow(
         self, sampled: Sequence[Sequence[int]], lengths: NDArray[Any], rows: NDArray[Any]
-    ) -> tuple[dict[Text, list[int]], bool]:
+    ) -> tuple[dict[VllmText, list[int]], bool]:
         """Find the text of each row that was given tokens.
 
         A row is a text whose tokens it begins with. Two texts with the same tokens are the same to
@@ -132,7 +113,7 @@ class Texts:
         """
         last = {text.row: text for text in sorted(self._texts, key=lambda text: text.seen_at)}
         left = list(self._texts)
-        found: dict[int, Text] = {}
+        found: dict[int, VllmText] = {}
         for row, new in enumerate(sampled):
             text = last.get(row)
             if new and text is not None and text.continues(rows[row, : lengths[row]], len(new)):
@@ -147,19 +128,19 @@ class Texts:
             if text is not None:
                 found[row] = text
                 left.remove(text)
-        texts: dict[Text, list[int]] = {}
+        texts: dict[VllmText, list[int]] = {}
         for row, new in enumerate(sampled):
             tokens = rows[row, : lengths[row]]
             if row in found:
                 texts[found[row]] = found[row].extend(row, tokens, len(new))
             elif new:
                 known = False
-                text = Text.begin(row, tokens, len(new), self._limit, self._owner)
+                text = VllmText.begin(row, tokens, len(new), self._limit, self._owner)
                 self._texts.append(text)
                 texts[text] = list(new)
         return texts, known
 
-    def take_ended(self, now: float) -> list[Text]:
+    def take_ended(self, now: float) -> list[VllmText]:
         """Remove the texts that have ended."""
         ended = [text for text in self._texts if now - text.seen_at > ABSENT_SECONDS]
         self._texts = [text for text in self._texts if now - text.seen_at <= ABSENT_SECONDS]

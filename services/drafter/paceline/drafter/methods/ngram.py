@@ -23,8 +23,8 @@ from paceline.tree import TokenTree
 class NgramSequence(DraftSequence):
     """One generation."""
 
-    def __init__(self, source: NgramSource) -> None:
-        self._source = source
+    def __init__(self, text: list[int], source: NgramSource) -> None:
+        self._text, self._source = text, source
 
     @property
     def backlog(self) -> int:
@@ -34,7 +34,8 @@ class NgramSequence(DraftSequence):
         self._source.warm(limit)
 
     def extend(self, update: Update) -> None:
-        self._source.extend(update.tokens)
+        self._text.extend(update.tokens)
+        self._source.learn(update.tokens)
 
     def draft(self, budget: Budget) -> TokenTree:
         return self._source.propose(budget.nodes, budget.depth)
@@ -62,4 +63,5 @@ class NgramDrafter(Drafter):
         return cls(parse_options(NgramOptions, options))
 
     def start(self, generation: GenerationInfo) -> NgramSequence:
-        return NgramSequence(self._owners.start(generation.tokens, generation.owner))
+        text = list(generation.tokens)
+        return NgramSequence(text, self._owners.start(text, generation.owner))

@@ -86,7 +86,7 @@ class Sampler:
         self._sequence = sequence
         self._logits = logits
         self._tokens = tokens
-        sampling = sequence.generation.sampling
+        sampling = sequence.text.sampling
         self._argmax = sampling.greedy and not sampling.penalised
         # Without filters a token that the grammar refuses takes no part in the choice of another.
         self._independent = not sampling.rejection and (sampling.greedy or not sampling.filtered)
@@ -97,17 +97,17 @@ class Sampler:
 
     def __call__(self, node: int) -> int:
         """The token after ``node`` (-1: the anchor)."""
-        generation, history = self._sequence.generation, self._sequence.history
+        request, history = self._sequence.request, self._sequence.history
         guide = self._sequence.guide
         token = self._choose(node) if self._tokens is None else self._tokens[node + 1]
         history.push(token)
         if guide is not None:
             guide.push(token)
-        if generation.top_logprobs is not None:
+        if request.top_logprobs is not None:
             row = self._logits[node + 1]
-            logprob, top = raw_logprobs(row, token, generation.top_logprobs)
+            logprob, top = raw_logprobs(row, token, request.top_logprobs)
             self.logprobs.append(logprob)
-            if generation.top_logprobs:
+            if request.top_logprobs:
                 self.top_logprobs.append(top)
         return token
 
@@ -133,11 +133,11 @@ class Sampler:
         if node + 1 < len(self._chain):
             return self._accept_or_resample(node + 1, logits)
         history = self._sequence.history
-        return choose_token(logits, self._sequence.generation.sampling, len(history), history)
+        return choose_token(logits, self._sequence.text.sampling, len(history), history)
 
     def _accept_or_resample(self, node: int, logits: Tensor) -> int:
         """The token at the position of a drafted ``node``, by rejection sampling."""
-        sampling, history = self._sequence.generation.sampling, self._sequence.history
+        sampling, history = self._sequence.text.sampling, self._sequence.history
         drafted, proposal = self._chain.tokens[node], _proposal(self._chain, node)
         return accept_or_resample(logits, sampling, len(history), history, drafted, proposal)
 
@@ -152,7 +152,7 @@ def score_prompt(
 ) -> list[tuple[float, list[tuple[int, float]]]]:
     """For each row of logits, ``[rows, V]`` of consecutive positions from the committed length on,
     the raw log-probability of the prompt's next token, and the likeliest tokens with theirs."""
-    first, top = sequence.committed + 1, sequence.generation.prompt_logprobs or 0
+    first, top = sequence.committed + 1, sequence.request.prompt_logprobs or 0
     tokens = sequence.tokens[first : first + len(logits)]
     return [raw_logprobs(row, token, top) for row, token in zip(logits, tokens, strict=True)]
 
@@ -273,7 +273,7 @@ def _emit(entry: BatchEntry, read: _Read, states: HiddenStates) -> StepOutput | 
         try:
             if not ready:
                 raise MaskLate
-            output = walk(entry.tree, sampler, sequence.generation.stop_ids, sequence.room)
+            output = walk(entry.tree, sampler, sequence.text.stop_ids, sequence.text.room)
             output.logprobs, output.top_logprobs = sampler.logprobs, sampler.top_logprobs
             sequence.commit(output, states, entry.rows.start, moved=read.tokens is not None)
         except MaskLate:
@@ -319,7 +319,7 @@ def _read(
     chosen = [rows.add(entry) for entry in entries]
     needed: list[slice] = []
     for entry, part in zip(entries, chosen, strict=True):
-        reads = part is None or entry.job.sequence.generation.top_logprobs is not None
+        reads = part is None or entry.job.sequence.request.top_logprobs is not None
         needed += [entry.logits if reads else slice(0, 0), entry.scored]
     wanted = [row for each in needed for row in range(each.start, each.stop)]
     copied = (
@@ -403,7 +403,7 @@ class _Rows:
     def add(self, entry: BatchEntry) -> slice | None:
         """Add the rows of an entry; returns where they are, or None if the walk must choose."""
         sequence, first = entry.job.sequence, len(self.rows)
-        sampling = sequence.generation.sampling
+        sampling = sequence.text.sampling
         count = entry.logits.stop - entry.logits.start
         if not count:
             return None
@@ -462,15 +462,15 @@ def _add_contexts(
 
     Nodes that cannot be accepted, because a stop token or the grammar is above them, are left out.
     """
-    history, guide, generation = sequence.history, sequence.guide, sequence.generation
+    history, guide, text = sequence.history, sequence.guide, sequence.text
     mask = None if guide is None else guide.allowed()
     if guide is not None and mask is None:
         raise MaskLate  # or there is none, where it may never be needed
-    contexts[node] = edits(generation.sampling, history), mask
+    contexts[node] = edits(text.sampling, history), mask
     for child in tree.children(node):
         token = tree.tokens[child]
         refused = mask is not None and not is_allowed(mask, token)
-        if refused or token in generation.stop_ids:
+        if refused or token in text.stop_ids:
             continue
         if guide is not None:
             guide.push(token)

@@ -187,8 +187,8 @@ class Batch:
         sequence = prefill.sequence
         start, ends = sequence.committed, stop == len(sequence.tokens)
         scored = 0
-        if sequence.generation.prompt_logprobs is not None:
-            scored = max(0, min(stop, len(sequence.generation.prompt) - 1) - start)
+        if sequence.request.prompt_logprobs is not None:
+            scored = max(0, min(stop, sequence.text.prompt_length - 1) - start)
         first = len(self._logit_rows)
         self._logit_rows.extend(range(len(self), len(self) + scored))
         chosen = len(self._logit_rows)
@@ -273,13 +273,13 @@ class Batch:
         rows = slice(len(self), len(self) + stop - sequence.committed)
         self.entries.append(BatchEntry(job, tree, stop, logits, rows, scored))
         self._caches.append(sequence.kv)
-        if sequence.generation.taps is not None:
-            self._taps.update(sequence.generation.taps.layers)
+        if sequence.request.taps is not None:
+            self._taps.update(sequence.request.taps.layers)
 
     def _add_block(
         self,
         start: int,
-        tokens: list[int],
+        tokens: Sequence[int],
         parents: tuple[int, ...] | None = None,
         *,
         final: bool = False,

@@ -313,7 +313,7 @@ class Drafting:
             round=sequence.round,
             new_tokens=text[sequence.sent :],
             node_budget=sequence.budget,
-            max_depth=job.sequence.room - 1,  # the last token of a step is the target's own
+            max_depth=job.sequence.text.room - 1,  # the last token of a step is the target's own
             timeout_us=round(timeout * 1e6),
             committed_length=job.sequence.committed,
             total_length=len(text),
@@ -491,10 +491,10 @@ class Drafting:
             drafter=name,
             version=version,
             tokens=text.tokens,
-            prompt_length=len(text.generation.prompt),
-            sampling=text.generation.sampling_message,
+            prompt_length=text.text.prompt_length,
+            sampling=text.text.message,
             read_grant=text.read_grant,
-            owner="" if job.isolated else text.user,
+            owner="" if job.isolated else text.text.owner,
             traceparent="" if job.spans is None else job.spans.traceparent,
         )
         return sequence

@@ -431,7 +431,7 @@ class Engine:
             job.no_draft = NoDraft.NO_DRAFTER if job.local is None else NoDraft.EMPTY
         elif not nodes:
             job.no_draft = NoDraft.NODE_BUDGET
-        elif job.sequence.room <= 1:
+        elif job.sequence.text.room <= 1:
             job.no_draft = NoDraft.LAST_TOKEN
         elif not job.always_draft and not job.drafter_adds(job.guess):
             nodes = 0
@@ -453,9 +453,9 @@ class Engine:
                 return
             least = self._scheduler.least_survival()
         nodes = min(self._node_budget, job.max_nodes or self._node_budget)
-        depth = job.sequence.room - 1
+        depth = job.sequence.text.room - 1
         tree = self._with_sources(job, lambda local: local.propose(nodes, depth, least)) or EMPTY
-        job.guess = tree.best_chain() if job.sequence.generation.sampling.rejection else tree
+        job.guess = tree.best_chain() if job.sequence.text.sampling.rejection else tree
 
     def _teach(self, job: Decode, tokens: Sequence[int]) -> None:
         """Give the local sources of a generation the tokens of a step."""

@@ -11,10 +11,12 @@ from enum import Enum
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
 
-from paceline.kernels import History, SamplingParams
+import numpy as np
+
+from paceline.kernels import History
+from paceline.text import Text
 from paceline.tree import EMPTY, TokenTree
 from paceline.tree import merge as merge_trees
-from paceline.v1 import sampling_pb2
 from paceline.verifier.kv.base import HiddenStates, SequenceKv, Taps
 
 if TYPE_CHECKING:
@@ -260,12 +262,12 @@ class Prefill(EngineJob):
     ended: float = 0.0  # when its newest step ended (time.perf_counter); 0: none did
 
     def reuse(self, parent: CachedSequence) -> None:
-        """Copy the KV of the longest common prefix with another sequence. Engine thread only.
+        """Copy the KV of the max_shared common prefix with another sequence. Engine thread only.
 
         Does nothing if the prompt's log-probabilities are requested: they are computed with the KV.
         Raises ``OutOfMemory`` if there is no memory.
         """
-        if self.sequence.generation.prompt_logprobs is not None:
+        if self.sequence.request.prompt_logprobs is not None:
             return
         shared = self.sequence.common_prefix(parent)
         self.sequence.kv.copy_prefix(parent.kv, shared, parent.committed)
@@ -328,7 +330,7 @@ class Decode(EngineJob):
     def set_draft(self, draft: Draft) -> None:
         """Take the tree for the next step, without nodes that the grammar refuses."""
         self.draft = draft
-        self.tree, self.nodes = rank(draft.tree, self.sequence.room - 1)
+        self.tree, self.nodes = rank(draft.tree, self.sequence.text.room - 1)
         if (guide := self.sequence.guide) is not None:
             with guide.turn() as ready:
                 accepted = guide.accepted_nodes(self.tree) if ready else []
@@ -353,7 +355,7 @@ class Decode(EngineJob):
         self.expected = memory * self.expected + (1 - memory) * sum(tree.survivals)
         if tree.proposals or not len(self.guess):
             return tree
-        return merge_trees(self.guess, tree, nodes=nodes, depth=self.sequence.room - 1)
+        return merge_trees(self.guess, tree, nodes=nodes, depth=self.sequence.text.room - 1)
 
     def add_output(self, output: StepOutput | None, began: float, ended: float) -> None:
         """Add the output of a step, and forget its tree."""
@@ -405,29 +407,16 @@ def rank(tree: TokenTree, max_depth: int) -> tuple[TokenTree, tuple[int, ...]]:
 
 
 @dataclass(frozen=True)
-class GenerationParams:
-    """What a client requested: prompt, sampling parameters and limits."""
+class Request:
+    """A text that a client wants, and what it wants to know of it."""
 
-    prompt: tuple[int, ...]  # token ids of the prompt, at least one
-    output: tuple[int, ...] = ()  # tokens emitted before, through a cache that was lost
-    # Sampling parameters.
-    sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0.0))
-    length_limit: int = 1  # maximum length of prompt and output together. Unit: tokens.
-    stop_ids: frozenset[int] = frozenset()  # tokens that end it
+    text: Text
     # Likeliest tokens to report with each emitted one; None: no log-probabilities.
     top_logprobs: int | None = None
+    # The same with each prompt token but the first.
+    prompt_logprobs: int | None = None
     taps: Taps | None = None  # hidden states to keep for drafters; None: none
     grammar: Grammar | None = None  # grammar of the output; None: none
-    # Likeliest tokens to report with each prompt token but the first; None: no log-probabilities of
-    # the prompt.
-    prompt_logprobs: int | None = None
-    # The sampling parameters as they were received, for drafters.
-    sampling_message: sampling_pb2.SamplingParams | None = None
-
-    @property
-    def prefilled(self) -> int:
-        """Tokens before the first that is emitted: prompt and earlier output."""
-        return len(self.prompt) + len(self.output)
 
 
 class CachedSequence:
@@ -441,23 +430,16 @@ class CachedSequence:
     then, and everything while the engine has no job of the sequence.
     """
 
-    def __init__(
-        self,
-        generation: GenerationParams,
-        kv: SequenceKv,
-        owner: str = "",
-        user: str | None = None,
-    ) -> None:
-        self.generation = generation  # the request
+    def __init__(self, request: Request, kv: SequenceKv, owner: str = "") -> None:
+        self.request = request
+        self.text = request.text
+        self.tokens = request.text.tokens  # prompt and output
         self.owner = owner  # the client that made the request, and may use the cache
-        # The client, or the one of its users whose text it is. Another user's prompt never reuses
-        # its KV, and no text of theirs is drafted from it.
-        self.user = owner if user is None else user
         self.kv = kv  # its KV; closed by the engine after the sequence is released
         self.released = False  # whether it has ended and runs no more jobs
-        self.tokens: list[int] = [*generation.prompt, *generation.output]  # prompt and output
-        self.history = History(generation.prompt, generation.output)
-        grammar = generation.grammar
+        prompt_length = request.text.prompt_length
+        self.history = History(self.tokens[:prompt_length], self.tokens[prompt_length:])
+        grammar = request.grammar
         self.guide = None if grammar is None else grammar.begin()
         self._committed = 0
         # Why the generation ended; None if it has not ended.
@@ -493,19 +475,9 @@ class CachedSequence:
         self.kv.publish(tokens)
 
     @property
-    def room(self) -> int:
-        """Tokens that may still be emitted."""
-        return self.generation.length_limit - len(self.tokens)
-
-    @property
-    def output_tokens(self) -> int:
-        """Tokens after the prompt."""
-        return len(self.tokens) - len(self.generation.prompt)
-
-    @property
     def prefilling(self) -> bool:
         """Whether it has not emitted its first token."""
-        return len(self.tokens) == self.generation.prefilled
+        return len(self.tokens) == self.text.given
 
     def common_prefix(self, other: CachedSequence) -> int:
         """Positions whose KV can be copied from another sequence. Unit: tokens.
@@ -514,9 +486,9 @@ class CachedSequence:
         states must be kept but are missing in the other sequence, and those behind the last one
         whose recurrent states it has.
         """
-        longest = min(other.committed, len(self.tokens) - 1)
-        pairs = zip(self.tokens[:longest], other.tokens, strict=False)
-        shared = next((at for at, (own, theirs) in enumerate(pairs) if own != theirs), longest)
+        max_shared = min(other.committed, len(self.tokens) - 1)
+        differs = np.not_equal(self.tokens[:max_shared], other.tokens[:max_shared])
+        shared = int(differs.argmax()) if differs.any() else max_shared
         taps, states = self.kv.taps, other.kv.states
         if taps is not None:
             shared = taps.reusable(other.kv.taps, other.committed, shared)
@@ -557,8 +529,8 @@ class CachedSequence:
         if anchor >= self.committed:  # not after a prefill, which committed the whole text
             path = [row, *(row + each for each in rows)]
             self.record(anchor, states, slice(row, row + len(path)) if in_order else path)
-        output.position = self.output_tokens
-        self.tokens += output.tokens
+        output.position = self.text.output_length
+        self.tokens.extend(output.tokens)
         self.logprobs += output.logprobs
         self.top_logprobs += output.top_logprobs
         self.finish = output.finish
@@ -567,7 +539,7 @@ class CachedSequence:
     def release_grammar(self) -> None:
         """Free its grammar: the text has ended, though its KV may be kept for others."""
         self.guide = None
-        self.generation = replace(self.generation, grammar=None)
+        self.request = replace(self.request, grammar=None)
 
     def forget_uncommitted(self) -> None:
         """Take back tokens that entered the history in a step that failed."""

@@ -46,15 +46,15 @@ class LocalSources:
         if job.drafter is None:
             return None
         sequence = job.sequence
-        sampling, tokens = sequence.generation.sampling, sequence.tokens
-        owner = "" if job.isolated else sequence.user
+        sampling, tokens = sequence.text.sampling, sequence.tokens
+        owner = "" if job.isolated else sequence.text.owner
         guesses = LocalGuesses()
         if self._texts is not None:
             guesses.text = self._texts.start(tokens, owner)
         if self._recycled is not None:
             guesses.recycled = self._recycled.start(tokens, owner, _by_noise(sampling))
         if self._places is not None and sequence.guide is not None:
-            stop_ids = sequence.generation.stop_ids
+            stop_ids = sequence.text.stop_ids
             guesses.grammar = self._places.start(sequence.guide, owner, stop_ids)
             guesses.guide = sequence.guide
         sources = guesses.text, guesses.recycled, guesses.grammar
@@ -86,7 +86,7 @@ class LocalGuesses:
     def extend(self, tokens: Sequence[int]) -> None:
         """Take the tokens of a step, which the grammar has taken."""
         if self.text is not None:
-            self.text.extend(tokens)
+            self.text.learn(tokens)
         if self.recycled is not None:
             self.recycled.extend(tokens, self._tree, self._candidates)
         if self.grammar is not None and self.guide is not None:

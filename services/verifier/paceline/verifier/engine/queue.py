@@ -66,7 +66,7 @@ class PrefixCache:
     def add(self, sequence: CachedSequence) -> None:
         """Let a sequence be found by its committed text. A second call adds what is new."""
         keys = self._keys.setdefault(sequence, [])
-        new = _keys(sequence.user, sequence.tokens[: sequence.committed])[len(keys) :]
+        new = _keys(sequence.text.owner, sequence.tokens[: sequence.committed])[len(keys) :]
         for key in new:
             self._found.setdefault(key, {})[sequence] = None
         keys += new
@@ -95,7 +95,7 @@ class PrefixCache:
         best: CachedSequence | None = None
         with_states: CachedSequence | None = None
         layers = _layers(sequence)
-        for key in _keys(sequence.user, sequence.tokens[:-1]):
+        for key in _keys(sequence.text.owner, sequence.tokens[:-1]):
             found = self._found.get(key)
             if not found:
                 break

@@ -12,12 +12,12 @@ from paceline.kernels import SamplingParams
 from paceline.sampling import CONSTRAINTS
 from paceline.service import ServiceError, limits
 from paceline.service.tasks import in_thread
+from paceline.text import Text
 from paceline.tree import MAX_NODES, TokenTree, TreeError
 from paceline.v1 import sampling_pb2, tree_pb2, verifier_pb2
 from paceline.verifier.engine.job import (
-    CachedSequence,
     ConstraintFailed,
-    GenerationParams,
+    Request,
     SequenceClosed,
     Share,
     StepFailed,
@@ -71,11 +71,15 @@ def cache_not_found() -> ServiceError:
     )
 
 
-async def read_generation(
-    request: verifier_pb2.CreateCacheRequest, model: Model, grammars: Grammars, taps: Taps | None
-) -> GenerationParams:
-    """Read and check a generation request; ``taps`` are the hidden states that its drafter reads.
-    Raises ``ServiceError``: INVALID_ARGUMENT."""
+async def read_request(
+    request: verifier_pb2.CreateCacheRequest,
+    owner: str,
+    model: Model,
+    grammars: Grammars,
+    taps: Taps | None,
+) -> Request:
+    """Read and check the request of an owner's text; ``taps`` are the hidden states that its
+    drafter reads. Raises ``ServiceError``: INVALID_ARGUMENT."""
     prompt, output = request.prompt_tokens, request.output_tokens
     if not prompt:
         raise _invalid("PROMPT_EMPTY", "the prompt has no token; send at least one")
@@ -122,17 +126,21 @@ async def read_generation(
     sampling = sampling_pb2.SamplingParams()
     sampling.CopyFrom(request.sampling)  # a part would keep the whole message
     logprobs = request.logprobs or request.top_logprobs > 0
-    return GenerationParams(
-        prompt=tuple(prompt),
-        output=tuple(output),
+    text = Text(
+        prompt,
+        output,
+        limit=limit,
         sampling=read_sampling(request.sampling, model),
-        length_limit=limit,
         stop_ids=frozenset(stop_ids),
+        owner=owner,
+        message=sampling,
+    )
+    return Request(
+        text,
         top_logprobs=request.top_logprobs if logprobs else None,
+        prompt_logprobs=request.prompt_logprobs if request.HasField("prompt_logprobs") else None,
         taps=taps,
         grammar=await _read_grammar(request.sampling, tuple(output), grammars),
-        prompt_logprobs=request.prompt_logprobs if request.HasField("prompt_logprobs") else None,
-        sampling_message=sampling,
     )
 
 
@@ -157,10 +165,10 @@ def read_sampling(message: sampling_pb2.SamplingParams, model: Model) -> Samplin
     return params
 
 
-def read_tree(message: tree_pb2.TokenTree, model: Model, sequence: CachedSequence) -> TokenTree:
-    """Read and check a tree that was drafted for a sequence. Raises ``ServiceError``:
+def read_tree(message: tree_pb2.TokenTree, model: Model, text: Text) -> TokenTree:
+    """Read and check a tree that was drafted for a text. Raises ``ServiceError``:
     INVALID_ARGUMENT."""
-    sampling = sequence.generation.sampling
+    sampling = text.sampling
     if len(message.distributions) and not sampling.rejection:
         raise _invalid(
             "BAD_TREE",
@@ -170,7 +178,7 @@ def read_tree(message: tree_pb2.TokenTree, model: Model, sequence: CachedSequenc
         tree = TokenTree.from_proto(message, MAX_NODES)
         tree.check(model.vocab_size)
         if sampling.rejection:
-            tree.check_samples(sampling.seed, len(sequence.tokens))
+            tree.check_samples(sampling.seed, len(text))
     except TreeError as error:
         raise _invalid(error.reason, str(error)) from error
     return tree

@@ -29,7 +29,7 @@ from paceline.verifier.rpc.messages import (
     as_service_errors,
     cache_not_found,
     check_drafter,
-    read_generation,
+    read_request,
     write_result,
     write_share,
     write_top,
@@ -89,7 +89,7 @@ class GenerateCall:
         if cache.released:
             raise cache_not_found()
         _check(start, cache)
-        if start.position < cache.sequence.output_tokens:
+        if start.position < cache.sequence.text.output_length:
             await write(context, _message(self._again(start.position)))
         if cache.sequence.finish is not None:
             return
@@ -184,10 +184,10 @@ class GenerateCall:
     def _again(self, position: int) -> verifier_pb2.Round:
         """Tokens from a position on, which were emitted for an earlier stream."""
         sequence = self._cache.sequence
-        text, generation = sequence.tokens, sequence.generation
-        skipped = position - len(generation.output)
+        text = sequence.text
+        skipped = position - (text.given - text.prompt_length)
         output = StepOutput(
-            text[len(generation.prompt) + position :],
+            list(text.tokens[text.prompt_length + position :]),
             finish=sequence.finish,
             logprobs=sequence.logprobs[skipped:],
             top_logprobs=sequence.top_logprobs[skipped:],
@@ -207,7 +207,10 @@ def _check(start: verifier_pb2.GenerateStart, cache: Cache) -> None:
     FAILED_PRECONDITION."""
     check_drafter(start.drafter)
     sequence = cache.sequence
-    first, emitted = len(sequence.generation.output), sequence.output_tokens
+    first, emitted = (
+        (sequence.text.given - sequence.text.prompt_length),
+        sequence.text.output_length,
+    )
     if not first <= start.position <= emitted:
         raise ServiceError.failed_precondition(
             "POSITION_AHEAD" if start.position > emitted else "POSITION_LOST",
@@ -252,14 +255,14 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
             drafter = None if request.drafter in (NONE, LOCAL.name) else request.drafter
             taps = self._exchange.taps(drafter)
             model = self._model.message
-            generation = await read_generation(request, model, self._grammars, taps)
             owner = owner_of(context)
+            user = user_of(owner, request.user)
+            asked = await read_request(request, user, model, self._grammars, taps)
             parent = None
             if request.parent_handle:
                 parent = self._find(request.parent_handle, owner).sequence
-            user = user_of(owner, request.user)
-            cache = await self._store.admit(generation, owner, user)
-            del generation  # the sequence frees its grammar; gRPC may keep this frame
+            cache = await self._store.admit(asked, owner)
+            del asked  # the sequence frees its grammar; gRPC may keep this frame
             score_prompt(cache, self._exchange.scored(drafter))
             self._telemetry.admitted(cache)
             try:
@@ -320,7 +323,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
             if not prefill.done:
                 progress = verifier_pb2.PrefillProgress(
                     prefilled_tokens=prefill.sequence.committed,
-                    total_tokens=prefill.sequence.generation.prefilled,
+                    total_tokens=prefill.sequence.text.given,
                 )
                 await write(context, verifier_pb2.CreateCacheResponse(progress=progress))
         prefill.raise_error()
@@ -338,7 +341,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
             prefill_us=prefill.step_us,
             prompt_logprobs=[logprob for logprob, _ in prefill.prompt_logprobs],
         )
-        if cache.sequence.generation.prompt_logprobs:
+        if cache.sequence.request.prompt_logprobs:
             created.top_prompt_logprobs.extend(write_top(top) for _, top in prefill.prompt_logprobs)
         return verifier_pb2.CreateCacheResponse(created=created)
 

@@ -140,14 +140,14 @@ class Scheduler:
             self._idle += WEIGHT * (min(began - self._ended, _MAX_IDLE) - self._idle)
             times = self.costs.seconds(len(jobs), tokens, context, drafted)
             causal = any(
-                len(tree) and job.sequence.generation.sampling.rejection
+                len(tree) and job.sequence.text.sampling.rejection
                 for job, tree in zip(jobs, trees, strict=True)
             )
             counts = admit(
                 survivals, len(jobs), [self._idle + each for each in times], causal=causal
             )
             for job, tree, state, count in zip(jobs, trees, states, counts, strict=True):
-                if len(tree) and job.asked and not job.sequence.generation.sampling.rejection:
+                if len(tree) and job.asked and not job.sequence.text.sampling.rejection:
                     state.own.admitted(len(tree), count)
         if self._lockstep:
             plain = not any(counts)
@@ -261,7 +261,7 @@ class Scheduler:
                 continue
             output.plain_us = plain_us
             state = self._state(job.sequence)
-            if nodes and job.asked and not job.sequence.generation.sampling.rejection:
+            if nodes and job.asked and not job.sequence.text.sampling.rejection:
                 state.own.accepted(expected, len(output.accepted))
             # A drafter is credited with what the local tree alone would not have brought.
             emitted = len(output.tokens)
@@ -419,7 +419,7 @@ def _survivals(job: Decode, tree: TokenTree, state: SequenceState) -> list[float
     position or later, as the protocol asks of a drafter, so the admission does not either (DSpark,
     appendix A). An exponent learnt from accepted tokens would depend on samples before.
     """
-    if job.sequence.generation.sampling.rejection or not job.asked:
+    if job.sequence.text.sampling.rejection or not job.asked:
         return list(tree.survivals)  # of a local tree they are learnt where it is made
     return [survival**state.own.exponent for survival in tree.survivals]
 

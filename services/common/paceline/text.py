@@ -1,0 +1,55 @@
+"""The text of one sequence, which the verifier, its sources and its plug-in for vLLM share."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+
+from paceline.kernels import SamplingParams
+from paceline.v1 import sampling_pb2
+
+_GREEDY = SamplingParams(temperature=0.0)
+
+
+class Text:
+    """Token ids of one sequence, which only grow, and what chooses those that follow.
+
+    It is the one copy of them in a process: who keeps something for each token, such as an index,
+    reads them here.
+    """
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        output: Iterable[int] = (),
+        *,
+        limit: int = 1,
+        sampling: SamplingParams = _GREEDY,
+        stop_ids: frozenset[int] = frozenset(),
+        owner: str = "",
+        message: sampling_pb2.SamplingParams | None = None,
+    ) -> None:
+        self.tokens = array("I", prompt)  # prompt and output
+        self.tokens.extend(output)
+        self.prompt_length = len(prompt)
+        self.given = len(self.tokens)  # tokens of the prompt, and emitted through a cache now lost
+        self.limit = limit  # maximum number of tokens
+        self.sampling = sampling
+        self.stop_ids = stop_ids  # tokens that end it
+        # Whose text it is. No other owner's prompt reuses its KV, nor is a text drafted from it.
+        self.owner = owner
+        self.message = message  # the sampling parameters as they were received, for drafters
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return len(self.tokens)
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still be emitted."""
+        return self.limit - len(self.tokens)
+
+    @property
+    def output_length(self) -> int:
+        """Tokens after the prompt."""
+        return len(self.tokens) - self.prompt_length
