@@ -48,7 +48,6 @@ _COLOURS = ("green", "cyan", "magenta", "yellow", "blue", "red")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the model, the parameters of answers, and the services."""
     add_model_arguments(parser, f"start services for it: {MODEL}; default: use running services")
     parser.add_argument("--system", default="", metavar="TEXT", help="system message")
     parser.add_argument(
@@ -170,7 +169,6 @@ class Chat:
             self.notice("/help lists commands")
 
     async def handle(self, line: str) -> None:
-        """Run a command, or answer a message."""
         if not line.startswith("/"):
             await self._answer(line)
             return

@@ -60,7 +60,6 @@ class PromptComparison:
 
     @property
     def identical(self) -> bool:
-        """Whether all runs have the same tokens."""
         found = {tuple(result.token_ids) for runs in self.results.values() for result in runs}
         return len(found) == 1
 
@@ -75,7 +74,6 @@ class PromptComparison:
 
 
 def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the prompts, the drafters, the sampling and the services."""
     add = parser.add_argument
     add("prompt", nargs="?", help="a question, or a text if the model has no chat template")
     add("--prompts", type=Path, metavar="FILE", help=PROMPT_FILE)
@@ -103,7 +101,6 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_measured_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the parameters of the compared generations."""
     add_generation_arguments(parser, MEASURED, max_new_tokens=128, seed=1)
 
 
@@ -234,7 +231,6 @@ class Verdict:
 
     @classmethod
     def of(cls, rows: Sequence[PromptComparison], drafter: str) -> Verdict:
-        """The verdict of one drafter."""
         logs = [math.log(ratio) for row in rows for ratio in row.ratios(drafter)]
         stats = Stats()
         for row in rows:
@@ -247,7 +243,6 @@ class Verdict:
 
     @property
     def word(self) -> str:
-        """Whether it pays."""
         if not self.stats.drafted_rounds:
             return "drafted nothing"
         if math.isinf(self.high):
@@ -317,7 +312,6 @@ def _report(console: Console, rows: Sequence[PromptComparison]) -> None:
 
 
 def add_demo_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the model, the prompts and the sampling."""
     add_model_arguments(
         parser,
         f"{MODEL}; default: smollm2 if it is there or can be fetched within a minute, else "

@@ -27,12 +27,10 @@ _POLL_SECONDS = 0.2
 
 
 def verifier_address() -> str:
-    """Default address of the verifier."""
     return os.environ.get("PACELINE_VERIFIER_ADDRESS") or "127.0.0.1:7431"
 
 
 def drafter_address() -> str:
-    """Default address of the drafter."""
     return os.environ.get("PACELINE_DRAFTER_ADDRESS") or "127.0.0.1:7432"
 
 
@@ -66,7 +64,6 @@ def add_service_arguments(parser: argparse.ArgumentParser) -> argparse._Argument
 
 
 def add_connection_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the TLS and token arguments of a client."""
     add = parser.add_argument_group("security").add_argument
     add("--tls", action="store_true", help="use TLS and trust the system's roots")
     add(
@@ -118,7 +115,6 @@ def client_of(args: argparse.Namespace, **options: Any) -> Client:
 
 
 def add_health_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add address, timeout and TLS."""
     parser.add_argument(
         "addresses",
         nargs="*",

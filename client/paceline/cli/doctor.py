@@ -50,7 +50,6 @@ _INSTRUCTIONS = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "a
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the output format."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 

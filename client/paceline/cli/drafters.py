@@ -56,7 +56,6 @@ _WIDTH = 1000  # columns of a wide table: a long line is easier to read than col
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the sub-commands."""
     commands = parser.add_subparsers(metavar="ACTION", required=True)
 
     _add(commands, "list", "show all loaded versions, and the verifiers joined", _list)

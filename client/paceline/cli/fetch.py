@@ -27,7 +27,6 @@ class FetchError(RuntimeError):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the name of the model and the format."""
     add = parser.add_argument
     help = f"{', '.join(MODELS)}, or ORG/NAME[/FILE.gguf] of the Hugging Face hub (HF_ENDPOINT)"
     add("model", metavar="NAME", help=help)

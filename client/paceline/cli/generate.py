@@ -55,7 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the prompt, from whichever place, and how it is read."""
     add = parser.add_argument
     add(
         "prompt",
@@ -68,7 +67,6 @@ def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_client_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the services, and how to draft."""
     add = add_service_arguments(parser).add_argument
     add(
         "--draft-always",
@@ -171,7 +169,6 @@ def new_client(args: argparse.Namespace) -> Client:
 
 
 def as_json(result: GenerationResult) -> dict[str, object]:
-    """A result as JSON-ready values."""
     return {**dataclasses.asdict(result), "stats": result.stats.summary()}
 
 

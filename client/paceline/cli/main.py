@@ -219,7 +219,6 @@ def _parser_of(parser: argparse.ArgumentParser, command: Command) -> _Parser:
 
 
 def add_completion_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the shell's name."""
     parser.add_argument(
         "shell",
         choices=["bash", "zsh", "fish", "tcsh"],
@@ -230,7 +229,6 @@ def add_completion_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_completion(args: argparse.Namespace) -> int:
-    """Print the script."""
     import shtab
 
     print(shtab.complete(build_parser(COMMANDS), shell=args.shell))

@@ -132,7 +132,6 @@ class Restarted:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the model and arguments of all services."""
     add = parser.add_argument
     add("model", nargs="?", type=local_model, metavar="MODEL", help=MODEL)
     # What a config file gives as the verifier's target.

@@ -74,7 +74,6 @@ def add_readiness_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the server and of the process."""
     add_server_arguments(parser)
     group = parser.add_argument_group("process")
     add_config_argument(group)

@@ -55,21 +55,18 @@ ON_CPU = "--device=cpu"  # argument of both services: on the CPU, tokens are bit
 
 
 def add_verifier_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add target, cache and server arguments."""
     parser.add_argument("--target", type=model_path, required=True, metavar="MODEL", help=MODEL)
     add_verifier_options(parser)
     add_process_arguments(parser, VERIFIER_ADDRESS)
 
 
 def add_verifier_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a verifier."""
     group = parser.add_argument_group("verifier")
     add_options(group, VerifierOptions)
     group.set_defaults(device="auto")
 
 
 def run_verifier(args: argparse.Namespace) -> int:
-    """Serve until a signal; returns the exit code."""
     return run_service("verifier", args, lambda metrics: _build_verifier(args, metrics))
 
 
@@ -107,7 +104,6 @@ class DrafterOptions:
 
 
 def add_drafter_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add drafter and server arguments."""
     group = parser.add_argument_group("drafter")
     add = group.add_argument
     add(
@@ -223,7 +219,6 @@ def own_services(
 
 
 def run_drafter(args: argparse.Namespace) -> int:
-    """Serve until a signal; returns the exit code."""
     # Imports no torch: torch must be imported after the thread settings.
     from paceline.drafter import LoadError
 

@@ -20,7 +20,6 @@ DRAFT, VERIFY, REST = "d", "V", "."  # marks of the timeline
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the prompt, the parameters of the generation, and the services."""
     add_prompt_arguments(parser)
     add_generation_arguments(parser)
     add_client_arguments(parser)

@@ -115,7 +115,6 @@ def render_chat(
 
 
 def refused(refusal: TemplateRefusal) -> InvalidRequestError:
-    """The error of a conversation that cannot be rendered."""
     return InvalidRequestError(str(refusal), metadata={"param": refusal.param})
 
 

@@ -262,7 +262,6 @@ class Generation:
         self._output = EmittedText(model.codec, self._options.stop, self._options.special_tokens)
 
     async def _receive(self, model: Model) -> None:
-        """Receives tokens until the text ends."""
         request = StreamRequest(
             self._prompt_tokens, self._output.token_ids, self._options, self._state.drafting
         )

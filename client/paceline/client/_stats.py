@@ -406,7 +406,6 @@ class GenerationTrace:
         return cls(source, root, operation)
 
     def served_by(self, model: str) -> None:
-        """Sets the name of the model."""
         self._root.update_name(f"{self._operation} {model}")
         self._root.set_attributes({Attribute.REQUEST_MODEL: model, Attribute.RESPONSE_MODEL: model})
 

@@ -106,11 +106,9 @@ class Pool(Generic[M]):
 
     @property
     def members(self) -> tuple[M, ...]:
-        """The services that the list names now."""
         return tuple(self._members.values())
 
     def set(self, entries: tuple[str, ...]) -> None:
-        """Replaces the list."""
         self._entries = entries
         self._names = [entry for entry in entries if entry.startswith(_DNS)]
         self._resolved_at = float("-inf")
@@ -134,7 +132,6 @@ class Pool(Generic[M]):
             await asyncio.wait([self._resolving])
 
     async def close(self) -> None:
-        """Disconnects from all services."""
         if self._resolving is not None:
             self._resolving.cancel()
         for member in (*self._members.values(), *self._left):
@@ -269,8 +266,6 @@ class _Service:
 
 
 class Transport(_Service):
-    """Calls a verifier."""
-
     kind = "verifier"
 
     @cached_property
@@ -306,8 +301,6 @@ class Transport(_Service):
 
 
 class DrafterTransport(_Service):
-    """Calls the registry of a drafter service."""
-
     kind = "drafter"
     running = 0  # generations use verifiers only
 

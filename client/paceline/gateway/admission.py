@@ -45,7 +45,6 @@ class Wait:
         self.error = late
 
     def end(self, error: Callable[[], ApiError]) -> None:
-        """Ends it with an error."""
         if self.timeout.expired():
             return
         self.error = error
@@ -62,7 +61,6 @@ class Place:
 
     @property
     def long(self) -> bool:
-        """Whether its body is a long one."""
         return self._size > _FREE_BYTES
 
     async def read(self, request: web.Request) -> bytes:

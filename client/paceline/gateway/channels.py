@@ -162,7 +162,6 @@ def _answer(constraint: dict[str, Any]) -> str:
 
 
 def _in_pattern(text: str) -> str:
-    """A text within a regular expression in Lark's notation."""
     return re.escape(text).replace("/", r"\/").replace("\n", "n")
 
 
@@ -184,7 +183,6 @@ class ChannelParser:
 
     @property
     def calls(self) -> int:
-        """Number of calls so far."""
         return self._answer.calls
 
     def push(self, text: str) -> list[Part]:
@@ -193,7 +191,6 @@ class ChannelParser:
         return list(self._read())
 
     def flush(self) -> list[Part]:
-        """The rest, when no text follows."""
         parts = list(self._read())
         if self._header is None and self._recipient:  # a call without its end
             parts += [self._left] if self._left else []

@@ -38,8 +38,6 @@ _LONGEST = 2000
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """An error response."""
-
     status: int  # HTTP status
     message: str  # what was wrong, what was expected, what to do
     kind: str = field(default="invalid_request_error", kw_only=True)  # OpenAI's `type`
@@ -52,7 +50,6 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """JSON body of the response."""
         # Both may repeat texts of the request.
         message, param = self.message[:_LONGEST], self.param and self.param[:_LONGEST]
         error = {"message": message, "type": self.kind, "param": param, "code": self.code}
@@ -60,7 +57,6 @@ class ApiError(Exception):
 
 
 def bad_request(message: str, param: str | None, code: str | None = None) -> ApiError:
-    """An invalid request."""
     return ApiError(400, message, param=param, code=code)
 
 

@@ -72,7 +72,6 @@ class GenerationJob:
         return sum(map(len, self.prompts))
 
     def prompt_of(self, index: int) -> int:
-        """Index of a text's prompt."""
         return index // len(self.choices)
 
 
@@ -114,7 +113,6 @@ class JobBuilder:
         return model
 
     def model_name(self, model: Model) -> str:
-        """Name of the served model in requests and responses."""
         return self._options.model_name or model.facts.name
 
     async def drafters(self) -> tuple[str, ...]:
@@ -125,12 +123,10 @@ class JobBuilder:
             return ()
 
     async def completion(self, body: CompletionRequest, place: Place) -> GenerationJob:
-        """The job of a completion."""
         model = await place.verifier(self.model(body.model))
         return await place.work(self._completion, body, model)
 
     async def chat(self, body: ChatRequest, place: Place) -> GenerationJob:
-        """The job of a conversation."""
         model = await place.verifier(self.model(body.model))
         return await place.work(self._chat, body, model, self._templates[place.long])
 

@@ -24,7 +24,6 @@ class GatewayMetrics:
     """Metrics of requests. Not thread-safe."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        """Adds the metrics to a registry."""
         self._registry = registry
         counter = partial(Counter, registry=registry)
         seconds = partial(Histogram, registry=registry, buckets=_SECONDS)
@@ -69,7 +68,6 @@ class GatewayMetrics:
         return encode(self._registry), kind
 
     def ended(self, path: str, status: int, seconds: float) -> None:
-        """Counts a finished or disconnected request."""
         self._requests.labels(path, str(status)).inc()
         self._seconds.labels(path).observe(seconds)
 

@@ -46,7 +46,6 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @web.middleware
 async def in_openai_form(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Returns every error in OpenAI's form."""
     # No variable keeps an error, and with its traceback the request's body.
     try:
         return await handler(request)
@@ -61,7 +60,6 @@ def _answer(error: ApiError) -> web.Response:
 
 
 def guard(api_key: str | None) -> Middleware:
-    """Checks the API key, if there is one."""
     expected = f"Bearer {api_key}".encode()
 
     @web.middleware

@@ -224,13 +224,10 @@ class TextPart(Body):
 
 
 class ContentPart(TextPart):
-    """A part of a message in a chat."""
-
     type: Literal["text", "refusal"]
 
 
 def text_of(content: str | Sequence[TextPart]) -> str:
-    """All text of a message."""
     if isinstance(content, str):
         return content
     return "\n".join(part.text or part.refusal for part in content)
@@ -303,8 +300,6 @@ class Message(Body):
 
 
 class Function(Body):
-    """A function."""
-
     name: str = Field(min_length=1, max_length=256)
     description: str | None = None
     parameters: dict[str, Any] = _NO_ARGUMENTS  # JSON schema of its arguments
@@ -312,8 +307,6 @@ class Function(Body):
 
 
 class Tool(Body):
-    """A function that may be called."""
-
     type: Literal["function"] = "function"
     function: Function
     _sent: dict[str, Any] = PrivateAttr(default={})
@@ -360,8 +353,6 @@ OrOtherTool = Annotated[
 
 
 class AllowedTools(Body, Generic[AnyFunction]):
-    """A choice among some of the tools."""
-
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
     tools: Annotated[Items[OrOtherTool[AnyFunction]], Field(min_length=1)]
@@ -414,7 +405,6 @@ class ToolUse:
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of all functions."""
         return frozenset(tool.function.name for tool in self.tools)
 
     def schema(self) -> dict[str, Any] | None:
@@ -457,14 +447,10 @@ class ToolUse:
 
 
 class FreeText(Body):
-    """Any text."""
-
     type: Literal["text"]
 
 
 class JsonObject(Body):
-    """Any JSON object; with llama.cpp's `schema`, an instance of it."""
-
     type: Literal["json_object"]
     schema_: dict[str, Any] = Field(default={"type": "object"}, alias="schema")
 
@@ -513,8 +499,6 @@ class StructuredOutputs(Body):
 
 
 class Constrained(Body):
-    """The fields of a request that constrain its text."""
-
     response_format: ResponseFormat = FreeText(type="text")
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | _Source | None = None
@@ -663,7 +647,6 @@ class CompletionRequest(GenerationRequest):
         return prompt
 
     def prompts(self) -> list[str | list[int]]:
-        """Each prompt: text, or token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):
@@ -693,7 +676,6 @@ class ChatRequest(GenerationRequest, CallingRequest):
     """End the prompt with the text of the last message, which the answer continues."""
 
     def variables(self) -> dict[str, Any]:
-        """More variables of the chat template."""
         if self.reasoning_effort is None:
             return self.chat_template_kwargs
         return {"reasoning_effort": self.reasoning_effort, **self.chat_template_kwargs}

@@ -50,14 +50,10 @@ _STORED = Refused("needs stored responses: send the whole conversation")
 
 
 class InputPart(TextPart):
-    """A part of a message, or of a result."""
-
     type: Literal["input_text", "output_text", "text", "refusal"]
 
 
 class InputMessage(Body):
-    """A message."""
-
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Items[InputPart]
@@ -67,8 +63,6 @@ class InputMessage(Body):
 
 
 class InputCall(Body):
-    """A call that the model made earlier."""
-
     type: Literal["function_call"]
     call_id: str
     name: str
@@ -79,8 +73,6 @@ class InputCall(Body):
 
 
 class InputResult(Body):
-    """The result of a call."""
-
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
     output: str | Items[InputPart]
@@ -141,8 +133,6 @@ next message. Other items are refused."""
 
 
 class TextFormat(Body):
-    """The form of the text."""
-
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
@@ -151,14 +141,10 @@ class TextFormat(Body):
 
 
 class TextOptions(Body):
-    """Options of the text."""
-
     format: TextFormat = TextFormat()
 
 
 class ReasoningOptions(Body):
-    """How the model thinks."""
-
     effort: str | None = None
 
 
@@ -173,8 +159,6 @@ class FunctionTool(Body):
 
 
 class NamedFunction(Body):
-    """A function to be called."""
-
     type: Literal["function"]
     name: str
 
@@ -290,7 +274,6 @@ def _thoughts(fields: dict[str, Any]) -> str:
 
 
 def _messages_of(index: int, fields: dict[str, Any]) -> list[dict[str, Any]]:
-    """The messages of an item in a chat."""
     kind = fields.get("type")
     if kind is None:  # OpenAI's clients leave out the type of these two
         kind = "item_reference" if fields.keys() == {"id"} else "message"
@@ -421,7 +404,6 @@ class ResponsesWriter(Writer):
         return self._part_event(f"reasoning_text.{what}", **fields)
 
     def _close(self) -> list[Json]:
-        """Ends the open item."""
         if not self._open:
             return []
         item = self._output[-1]

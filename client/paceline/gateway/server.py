@@ -194,7 +194,6 @@ class Gateway:
         return await response.send(generate_texts(self._client, job, receive))
 
     async def _show_metrics(self, request: web.Request) -> web.StreamResponse:
-        """The metrics, for whoever has the API key."""
         if self._metrics is None:
             raise web.HTTPNotFound
         content, kind = self._metrics.text(request.headers.get("Accept", ""))
@@ -207,7 +206,6 @@ class Gateway:
         return web.json_response(await self._card(request.match_info["name"]))
 
     async def _card(self, name: str | None) -> dict[str, Any]:
-        """The served model and its drafters."""
         async with self.admission.waiting():
             model = await self._jobs.model(name)
         facts = model.facts

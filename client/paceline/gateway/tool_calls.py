@@ -90,8 +90,6 @@ _DECODER = json.JSONDecoder(strict=False, parse_float=_number, parse_constant=_n
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a function."""
-
     name: str
     arguments: str  # JSON as text
     id: str = field(default_factory=lambda: "".join(secrets.choice(_LETTERS) for _ in range(9)))
@@ -100,8 +98,6 @@ class Call:
 
 @dataclass(frozen=True)
 class Reasoning:
-    """What a model thought."""
-
     text: str
 
 
@@ -166,7 +162,6 @@ class CallParser:
         return [] if self._state == "named" else list(self._sure(self._read()))
 
     def flush(self) -> list[Part]:
-        """The rest, when no text follows."""
         if self._state == "named" and _is_json(self._left):
             return [self.made(self._use.name, self._left)]
         parts = list(self._sure(self._read(final=True)))
@@ -180,7 +175,6 @@ class CallParser:
         return parts
 
     def made(self, name: str, arguments: str) -> Call:
-        """A call that is counted."""
         self.calls += 1
         known = name.removeprefix("functions.")
         # Halves of characters are no text that could be sent.
@@ -542,8 +536,6 @@ def _in_python(text: str, use: ToolUse) -> list[tuple[str, str]]:
 
 
 class _Constants(ast.NodeTransformer):
-    """Replaces the constants of JSON by Python's."""
-
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(_CONSTANTS[node.id]) if node.id in _CONSTANTS else node
 

@@ -328,8 +328,6 @@ def _reason(result: GenerationResult, parser: AnswerParser) -> str:
 
 
 def of_chat(entries: Sequence[TokenLogprob], codec: TextCodec) -> Json:
-    """The form of chat completions."""
-
     def entry(token: int, logprob: float) -> Json:
         text, raw = codec.token_text(token), list(codec.token_bytes(token))
         return {"token": text, "logprob": logprob, "bytes": raw}
@@ -383,7 +381,6 @@ class WholeResponse:
         self._texts = [GeneratedText() for _ in range(count)]
 
     async def receive(self, event: TextEvent) -> None:
-        """Keeps a part of a text."""
         text = self._texts[event.index]
         text.prompt_logprobs = event.prompt_logprobs
         if event.chunk is not None:
@@ -436,7 +433,6 @@ class EventStream:
         )
 
     async def receive(self, event: TextEvent) -> None:
-        """Sends a part of a text soon. Raises ConnectionResetError if the caller is gone."""
         self._arrived.append(event)
         if self._flushing is None:
             self._flushing = asyncio.create_task(self._flush())

@@ -125,7 +125,6 @@ class ServiceProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of the running or last process."""
         return self._started().pid
 
     @property
@@ -204,7 +203,6 @@ class ServiceProcess:
         return False
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal, if the process is running."""
         self._started().send_signal(number)
 
     def terminate(self, timeout: float = 60.0) -> int:
@@ -222,7 +220,6 @@ class ServiceProcess:
         return self._reap(process)
 
     def kill(self) -> None:
-        """Send SIGKILL and wait for the end of the process."""
         process = self._started()
         process.kill()
         self._reap(process)
