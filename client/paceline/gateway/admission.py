@@ -32,6 +32,31 @@ _THREADS, _LONG_THREADS = 4, 1
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_unavailable = partial(ApiError, 503, kind="server_error")
+_LATER = {"Retry-After": "1"}
+_draining = partial(
+    _unavailable,
+    "the gateway is shutting down: use another one",
+    code="service_unavailable",
+    headers={"Connection": "close", **_LATER},
+)
+_unanswered = partial(_unavailable, "no verifier answers", code="service_unavailable")
+_overloaded = partial(
+    _unavailable,
+    "the gateway reads other long requests: retry in 1 s",
+    code="overloaded",
+    headers=_LATER,
+)
+_full = partial(
+    ApiError,
+    429,
+    "as many requests are in flight as --max-requests allows: retry in 1 s",
+    kind="rate_limit_error",
+    code="too_many_requests",
+    headers=_LATER,
+)
+_slow = partial(ApiError, 408, "the request's body took too long", code="timeout")
+
 
 class Wait:
     """A wait that ends with an error after a time, or when somebody gives it one.
@@ -216,41 +241,3 @@ async def _ended(wait: Wait) -> AsyncIterator[None]:
         if not wait.timeout.expired():
             raise
         raise wait.error() from None
-
-
-def _draining() -> ApiError:
-    return ApiError(
-        503,
-        "the gateway is shutting down: use another one",
-        kind="server_error",
-        code="service_unavailable",
-        headers={"Connection": "close", "Retry-After": "1"},
-    )
-
-
-def _full() -> ApiError:
-    return ApiError(
-        429,
-        "as many requests are in flight as --max-requests allows: retry in 1 s",
-        kind="rate_limit_error",
-        code="too_many_requests",
-        headers={"Retry-After": "1"},
-    )
-
-
-def _overloaded() -> ApiError:
-    return ApiError(
-        503,
-        "the gateway reads other long requests: retry in 1 s",
-        kind="server_error",
-        code="overloaded",
-        headers={"Retry-After": "1"},
-    )
-
-
-def _slow() -> ApiError:
-    return ApiError(408, "the request's body took too long", code="timeout")
-
-
-def _unanswered() -> ApiError:
-    return ApiError(503, "no verifier answers", kind="server_error", code="service_unavailable")

@@ -483,20 +483,6 @@ class StructuredOutputs(Body):
     grammar: _Source | None = None
     json_object: bool = False
 
-    def constraints(self) -> list[tuple[str, Any]]:
-        """Arguments of `Client.generate` for the fields that are set."""
-        found: list[tuple[str, Any]] = [
-            ("json_schema", self.json_),
-            ("regex", self.regex),
-            (
-                "regex",
-                None if self.choice is None else f"(?:{'|'.join(map(re.escape, self.choice))})",
-            ),
-            ("grammar", self.grammar),
-            ("json_schema", {"type": "object"} if self.json_object else None),
-        ]
-        return [(name, value) for name, value in found if value is not None]
-
 
 class Constrained(Body):
     response_format: ResponseFormat = FreeText(type="text")
@@ -511,21 +497,21 @@ class Constrained(Body):
     def constraint(self) -> dict[str, Any]:
         """The constraint, as an argument of `Client.generate`; empty: none. Raises ApiError: there
         are several."""
-        form = self.response_format
-        found: list[tuple[str, Any]] = []
+        form, vllm = self.response_format, self.structured_outputs or StructuredOutputs()
+        schemas = [vllm.json_, self.guided_json, self.json_schema]
         if isinstance(form, JsonSchema):
-            found.append(("json_schema", form.json_schema.schema_))
+            schemas.append(form.json_schema.schema_)
         elif isinstance(form, JsonObject):
-            found.append(("json_schema", form.schema_))
-        guided = StructuredOutputs(
-            json=self.guided_json,
-            regex=self.guided_regex,
-            choice=self.guided_choice,
-            grammar=self.guided_grammar,
-        )
-        llama = StructuredOutputs(json=self.json_schema, grammar=self.grammar)
-        for each in (self.structured_outputs, guided, llama):
-            found += each.constraints() if each is not None else []
+            schemas.append(form.schema_)
+        schemas += [{"type": "object"}] if vllm.json_object else []
+        choices = (vllm.choice, self.guided_choice)
+        patterns = [f"(?:{'|'.join(map(re.escape, each))})" for each in choices if each is not None]
+        given: list[tuple[str, Sequence[Any]]] = [
+            ("json_schema", schemas),
+            ("regex", (vllm.regex, self.guided_regex, *patterns)),
+            ("grammar", (vllm.grammar, self.guided_grammar, self.grammar)),
+        ]
+        found = [(name, value) for name, values in given for value in values if value is not None]
         if len(found) > 1:
             raise bad_request(
                 "a text can have one constraint: send one of response_format, structured_outputs, "
