@@ -21,7 +21,7 @@ from rich.console import Console
 
 from paceline.cli.chat import Chat
 from paceline.cli.main import main
-from paceline.client import Client, Model, render_chat
+from paceline.client import Client
 from paceline.v1 import verifier_pb2
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
@@ -252,24 +252,3 @@ async def test_a_terminal_has_colours_history_and_ctrl_c(world: World, tmp_path:
     second = bytes(world.verifier.creates[1].prompt_tokens).decode()
     assert second.startswith("<user>hi<assistant>")
     assert second.endswith("<user>hi<assistant>")
-
-
-SMOLLM2 = (
-    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
-    "{{ '<|im_start|>system\\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
-    "<|im_end|>\\n' }}{% endif %}{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + "
-    "'<|im_end|>' + '\\n'}}{% endfor %}{% if add_generation_prompt %}"
-    "{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-
-
-@pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be brief."}]])
-def test_a_prompt_is_that_of_transformers(system: list[dict[str, str]]) -> None:
-    templates = pytest.importorskip("transformers.utils.chat_template_utils")
-    messages = [*system, {"role": "user", "content": " What is the capital of France? é\n"}]
-    expected = templates.render_jinja_template(
-        [messages], chat_template=SMOLLM2, add_generation_prompt=True
-    )
-    (expected,) = expected[0] if isinstance(expected, tuple) else expected
-    model = Model(verifier_pb2.GetModelResponse(name="m", chat_template=SMOLLM2), None)
-    assert render_chat(model, messages) == expected

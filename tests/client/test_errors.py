@@ -9,7 +9,6 @@ from fakes.verifier import World, status
 from paceline import client as package
 from paceline.client import (
     Client,
-    InvalidRequestError,
     PacelineError,
     PreconditionError,
     RetryOptions,
@@ -101,12 +100,3 @@ async def test_a_peers_cancellation_is_a_broken_stream_ours_is_not() -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-
-
-def test_the_tree_of_exceptions() -> None:
-    errors = [getattr(package, name) for name in package.__all__ if name.endswith("Error")]
-    assert len(errors) == 12
-    assert all(issubclass(error, PacelineError) for error in errors)
-    assert issubclass(InvalidRequestError, ValueError)
-    assert issubclass(package.DeadlineError, TimeoutError)
-    assert issubclass(package.TargetChangedError, package.PreconditionError)

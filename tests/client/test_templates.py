@@ -373,16 +373,6 @@ def test_a_template_that_shows_no_arrangement_says_how_many_it_leaves_out() -> N
         rendered("{{ raise_exception('never') }}", [SYSTEM, ASK])
 
 
-@pytest.mark.parametrize("family", SHAPES)
-def test_continued_messages_keep_what_is_before_them(family: str) -> None:
-    messages = [{**S, "content": "one"}, {**U, "content": "two"}, {**D, "content": "three"},
-                {**A, "content": "four"}]  # fmt: skip
-    with contextlib.suppress(InvalidRequestError):  # of templates that end no prompt with a text
-        found = rendered(SHAPES[family], messages, continue_final_message=True)
-        assert found.endswith("four")
-        assert all(text in found for text in ("one", "two", "three"))
-
-
 def test_calls_that_a_template_refuses_become_text() -> None:
     messages = [ASK, {"role": "assistant", "tool_calls": [{**call(), "id": "x" * 29}]}, result()]
     prompt = rendered(SHAPES["MISTRAL_V3"], messages, tools=TOOLS)

@@ -14,7 +14,7 @@ import pytest
 from calls import until
 from fakes.transport import MockTransport
 
-from paceline.client import UnavailableError, _fleet
+from paceline.client import _fleet
 from paceline.gateway import admission
 
 from .conftest import Serve, Served
@@ -185,17 +185,6 @@ async def test_a_wait_for_a_verifier_ends(serve: Serve, monkeypatch: pytest.Monk
         async with aiohttp.ClientSession() as session:
             async with session.get(f"{served.url}/v1/models") as response:
                 assert response.status == 503
-
-
-async def test_a_lost_verifier_is_named(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serve(MockTransport("x")) as served:
-
-        async def lost(*_: object) -> None:
-            raise UnavailableError("nobody is there")
-
-        monkeypatch.setattr(served.transport, "get_model", lost)
-        status, _, body = await served.post("/v1/completions", prompt="a")
-        assert (status, body["error"]["message"]) == (503, "nobody is there")
 
 
 @pytest.mark.usefixtures("asks_each_time")

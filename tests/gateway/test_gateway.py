@@ -240,33 +240,6 @@ async def test_a_disconnect_releases_the_cache(serve: Serve) -> None:
             assert not served.server.done(), "it serves on"
 
 
-async def test_too_many_requests_get_a_retry_after(serve: Serve) -> None:
-    async with serve(MockTransport("x" * 50_000), max_requests=1) as served:
-        stream = await served.openai.completions.create(
-            model="mock", prompt="a", max_tokens=50_000, stream=True
-        )
-        with pytest.raises(openai.RateLimitError) as raised:
-            await served.openai.completions.create(model="mock", prompt="a")
-        assert raised.value.response.headers["Retry-After"] == "1"
-        await stream.close()
-
-
-async def test_a_drain_refuses_new_requests_and_finishes_the_old(serve: Serve) -> None:
-    async with serve(MockTransport("x" * 20_000)) as served:
-        stream = await served.openai.completions.create(
-            model="mock", prompt="a", max_tokens=30_000, stream=True
-        )
-        served.stop.set()
-        async with aiohttp.ClientSession() as session:
-            async with session.get(f"{served.url}/health") as response:
-                assert (response.status, await response.json()) == (503, {"status": "draining"})
-        with pytest.raises(openai.InternalServerError, match="shutting down"):
-            await served.openai.completions.create(model="mock", prompt="a")
-        text = "".join([event.choices[0].text async for event in stream])
-        assert text == "x" * 20_000
-        await served.server
-
-
 async def test_a_lost_verifier_is_unavailable(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,18 +255,6 @@ async def test_a_lost_verifier_is_unavailable(
         async with aiohttp.ClientSession() as session:
             async with session.get(f"{served.url}/health") as response:
                 assert response.status == 503
-
-
-async def test_an_error_in_mid_stream_is_an_event(serve: Serve) -> None:
-    async with serve(MockTransport("x" * 50_000)) as served:
-        stream = await served.openai.completions.create(
-            model="mock", prompt="a", max_tokens=50_000, stream=True
-        )
-        await anext(stream)
-        await served.transport.close()  # it forgets every cache
-        with pytest.raises(openai.APIError, match="the mock has no such cache"):
-            async for _ in stream:
-                pass
 
 
 @pytest.mark.parametrize(

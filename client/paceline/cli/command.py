@@ -69,17 +69,9 @@ def refuse_options(
     names: Collection[str] | None = None,
     but: Collection[str] = (),
 ) -> None:
-    """Refuse options of the command line that a mode of the command does not use.
-
-    Args:
-        args: Parsed arguments, with the `given_options` of the command line.
-        why: When they have no effect, after "has no effect".
-        names: Names of their values; None: all `but` these.
-        but: Names of those that the mode uses.
-
-    Raises:
-        CommandError: The command line has one of them.
-    """
+    """Refuse options of the command line that a mode of the command does not use: those whose
+    values have these names, or, if `names` is None, all `but` these. `why` says when they have no
+    effect. Raises CommandError if the command line has one."""
     given: dict[str, str] = getattr(args, GIVEN, {})
     unused = [
         flag for name, flag in given.items() if (names is None or name in names) and name not in but
@@ -97,15 +89,9 @@ def meant(word: str, known: Iterable[str]) -> str:
 
 
 def expand_config(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
-    """Replaces `--config FILE` in a command line by the arguments in the file.
-
-    Args:
-        argv: The command line, which begins with the command's name.
-        parser: The command's parser.
-
-    Raises:
-        CommandError: The file cannot be read, or has another table, key or value.
-    """
+    """Replace `--config FILE` in a command line, which begins with the command's name, by the
+    arguments in the file. Raises CommandError if it cannot be read, or has another table, key or
+    value."""
     command, *rest = argv
     at = next((i for i, word in enumerate(rest) if word.partition("=")[0] == CONFIG), None)
     if command not in TABLES or at is None:

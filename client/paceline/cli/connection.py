@@ -96,14 +96,9 @@ def tls_of(args: argparse.Namespace) -> TlsOptions | None:
 
 
 def client_of(args: argparse.Namespace, **options: Any) -> Client:
-    """A client of the services in the arguments of `add_service_arguments`.
-
-    `options` are more arguments of `Client`.
-
-    Raises:
-        OptionsError: The token file cannot be read or is empty.
-        InvalidRequestError: A TLS file cannot be read, or a token would be sent without TLS.
-    """
+    """Return a client of the services in the arguments of `add_service_arguments`; `options` are
+    more arguments of `Client`. Raises OptionsError if the token file cannot be read or is empty,
+    InvalidRequestError if a TLS file cannot be, or a token would be sent without TLS."""
     return Client(
         args.verifier_address,
         drafter_address=args.drafter_address or None,

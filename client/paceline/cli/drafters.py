@@ -276,15 +276,9 @@ async def _load(args: argparse.Namespace, call: Call) -> None:
 async def _check(
     args: argparse.Namespace, drafter: str, prompts: list[str | list[int]]
 ) -> dict[str, float]:
-    """Generates greedily for every prompt with a loaded version, `NAME@VERSION`, of a drafter.
-
-    Returns:
-        Texts, drafted rounds, accepted length and draft time by name.
-
-    Raises:
-        CommandError: The drafter failed, timed out, or drafted an invalid tree or none.
-        PacelineError: The verifier cannot be reached or refuses a prompt.
-    """
+    """Generate greedily for every prompt with a loaded version, `NAME@VERSION`, of a drafter.
+    Returns texts, drafted rounds, accepted length and draft time by name. Raises CommandError if
+    the drafter failed, timed out, or drafted an invalid tree or none."""
     total, why = Stats(), ""
     own = {"drafter_address": args.address, "retry_seconds": args.timeout}
     services = argparse.Namespace(**vars(args), **own)

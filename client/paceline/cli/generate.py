@@ -141,11 +141,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def generated(args: argparse.Namespace, *, show: bool) -> GenerationResult:
-    """The text of the arguments; with `show` printed as it comes.
-
-    Raises:
-        CommandError: A service failed (1), or an argument is wrong (2).
-    """
+    """Return the text of the arguments, with `show` printed as it comes. Raises CommandError if a
+    service failed (1), or an argument is wrong (2)."""
     if args.drafter == "none":
         of_drafts = ("draft_always", "draft_timeout", "max_nodes", "isolated")
         refuse_options(args, "with --drafter none", of_drafts)

@@ -492,13 +492,8 @@ def _shifted(args: argparse.Namespace, offset: int) -> argparse.Namespace:
 
 
 class Supervisor:
-    """A verifier and services beside it, each of which is restarted when it dies.
-
-    Args:
-        processes: The verifier and the other services, not yet started.
-        joined: Whether the drafter, if there is one, has joined the verifier.
-        on_ready: Called once when all answer calls and the drafter has joined.
-    """
+    """A verifier and services beside it, not yet started, each of which is restarted when it dies.
+    `on_ready` is called once when all answer calls and the drafter, if there is one, has joined."""
 
     def __init__(
         self,

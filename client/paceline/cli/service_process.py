@@ -114,14 +114,9 @@ def add_log_arguments(group: argparse._ActionsContainer) -> None:
 def run_service(
     kind: str, args: argparse.Namespace, build: Callable[[CollectorRegistry | None], Service]
 ) -> int:
-    """Build and serve until a signal; 0 after a drain, 2 for options that cannot be served.
-
-    Args:
-        kind: "verifier" or "drafter", for traces.
-        args: Parsed arguments of `add_process_arguments`.
-        build: Makes the service; its metrics go into the registry. It is called after the thread
-            settings are in the environment and may import torch, which nothing may import earlier.
-    """
+    """Build a "verifier" or "drafter" and serve until a signal; 0 after a drain, 2 for options
+    that cannot be served. `build` is called after the thread settings are in the environment and
+    may import torch, which nothing may import earlier."""
     configure_logging(args.log_format, args.log_level, kind)
     if os.getpid() == 1:
         FAILURE_FILE.unlink(missing_ok=True)

@@ -206,11 +206,8 @@ class ServiceProcess:
         self._started().send_signal(number)
 
     def terminate(self, timeout: float = 60.0) -> int:
-        """Send SIGTERM and wait for the drain; send SIGKILL after `timeout` seconds.
-
-        Returns:
-            The exit code: 0 for a clean drain.
-        """
+        """Send SIGTERM and wait for the drain; send SIGKILL after `timeout` seconds. Returns the
+        exit code, 0 for a clean drain."""
         process = self._started()
         process.terminate()
         try:
@@ -380,15 +377,8 @@ def _wait_joined(channel: grpc.Channel, verifier: ServiceProcess, drafter: Servi
 
 
 def read_prompts(path: Path) -> list[str | list[int]]:
-    """Reads a prompt file; `PROMPT_FILE` describes the format.
-
-    Returns:
-        Each prompt: text or token ids.
-
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: It has no prompt, or a line that is not a prompt.
-    """
+    """Return the prompts, texts or token ids, of a file; `PROMPT_FILE` describes the format. Raises
+    OSError if it cannot be read, ValueError if it has no prompt, or a line that is not one."""
     text = read_text(path)
     if path.suffix not in (".jsonl", ".json"):
         if not text.strip():
