@@ -35,7 +35,7 @@ smollm2: setup
 # Files of tests go to two workers: most tests wait for one process to start, or run one thread.
 # Tests of client libraries have a target of their own, which installs these.
 test: setup
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder \
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations=25 \
 	    --ignore tests/clients
 
 # A table of all families and formats.
