@@ -190,7 +190,8 @@ class GrammarPlaces:
 
     def _observe(self, place: Place, chosen: int | Indent | None) -> None:
         """What was chosen at a place; None: something that is not remembered there."""
-        last, again = self._chosen.pop(place, None) or Choice(_ANY, Ratio(1.0, 2.0))
+        known = self._chosen.pop(place) if place in self._chosen else None
+        last, again = known or Choice(_ANY, Ratio(1.0, 2.0))
         if chosen is None and last == _ANY:
             return
         again.observe(right=last in (chosen, _ANY), memory=_MEMORY)
