@@ -16,7 +16,6 @@ from gguf_files import write_gguf
 from paceline.decoder import (
     Decoder,
     LocalCache,
-    PackedModel,
     PackedWeights,
     UnsupportedModelError,
     convert,
@@ -169,7 +168,8 @@ def test_two_processes_make_one_entry(packed: Path) -> None:
 @pytest.mark.parametrize("share", [False, True])
 def test_an_entry_is_removed_while_it_is_used(packed: Path, share: bool) -> None:
     model, expected = prepare(TARGET), logits(Decoder.load(TARGET))
-    running = model.decoder(weights=model.weights(share=share))
+    running = model.decoder(share=share)
+    assert running.mapped_bytes or not share
     store.remove_packed(entry_of(packed))
     assert not store.packed_models()
     assert logits(running).equal(expected)
@@ -231,8 +231,9 @@ def test_a_child_that_takes_too_much_is_ended() -> None:
 @pytest.mark.parametrize("weights", ["bfloat16", "int8"])
 def test_a_tied_embedding_is_in_memory_once(weights: str) -> None:
     """Rows for the lookup come from the packed head, in calls and in programs."""
-    model: PackedModel = prepare(TARGET, weights)
-    parts, decoder = model.weights().outer(), model.decoder()
+    model = prepare(TARGET, weights)
+    assert model.file is not None
+    parts, decoder = PackedWeights(model.file.fileno()).outer(), model.decoder()
     assert "embedding" not in parts
     stored = open_model(TARGET).weights(decoder.config)["model.embed_tokens.weight"]
     tokens = torch.tensor([0, 9, decoder.config.vocab_size - 1])

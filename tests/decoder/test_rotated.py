@@ -146,7 +146,7 @@ def test_sums_fit_32_bits() -> None:
 @pytest.fixture
 def rotated(monkeypatch: pytest.MonkeyPatch) -> None:
     """int8 on the CPU means what it means on a GPU."""
-    for module in ("model", "weights", "model_source"):
+    for module in ("model", "pack", "weights", "model_source"):
         monkeypatch.setattr(
             f"paceline.decoder.{module}.is_rotated", lambda weights, device: weights == "int8"
         )

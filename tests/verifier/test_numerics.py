@@ -13,7 +13,14 @@ import pytest
 import torch
 from verifier_support import serving
 
-from paceline.decoder import BatchInvariance, Decoder, ForwardResult, GraphRunner, open_model
+from paceline.decoder import (
+    BatchInvariance,
+    Decoder,
+    ForwardResult,
+    GraphRunner,
+    open_model,
+    prepare,
+)
 from paceline.decoder.graphs import FIXED_SHAPES
 from paceline.decoder.invariance import ServedForward, served_slots
 from paceline.decoder.model import numerics_for
@@ -46,7 +53,7 @@ def test_numerics_of_other_devices_are_refused(
 ) -> None:
     """Before weights are loaded."""
     with pytest.raises(ValueError, match=reason):
-        load_target(open_model(model), VerifierOptions(numerics=numerics), device)
+        load_target(prepare(model), VerifierOptions(numerics=numerics), device)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +125,7 @@ async def test_what_is_not_promised_is_told(
 def test_the_window_that_a_text_reaches_is_passed(
     model: Path, monkeypatch: pytest.MonkeyPatch, max_context: int, window: int
 ) -> None:
-    decoder = load_target(open_model(model), VerifierOptions(), CPU)
+    decoder = load_target(prepare(model), VerifierOptions(), CPU)
     decoder.config = dataclasses.replace(decoder.config, windows=(600, None))
     decoder.products = FixedProducts({}, "", "")
     pool = make_pool(decoder, max_context)
@@ -138,7 +145,7 @@ def test_the_window_that_a_text_reaches_is_passed(
 
 
 def test_a_check_leaves_no_page_taken(model: Path) -> None:
-    decoder = load_target(open_model(model), VerifierOptions(), CPU)
+    decoder = load_target(prepare(model), VerifierOptions(), CPU)
     pool = make_pool(decoder, 1024)
     decoder.products = FixedProducts({}, "", "")
     graphs: GraphRunner | None = None

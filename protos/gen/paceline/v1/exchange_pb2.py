@@ -27,35 +27,31 @@ from paceline.v1 import sampling_pb2 as paceline_dot_v1_dot_sampling__pb2
 from paceline.v1 import tree_pb2 as paceline_dot_v1_dot_tree__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apaceline/v1/exchange.proto\x12\x0bpaceline.v1\x1a\x19paceline/v1/drafter.proto\x1a\x1apaceline/v1/sampling.proto\x1a\x16paceline/v1/tree.proto\"@\n\x11GetWeightsRequest\x12\x1a\n\x12target_fingerprint\x18\x01 \x01(\t\x12\x0f\n\x07weights\x18\x02 \x01(\t\"8\n\x12GetWeightsResponse\x12\x13\n\x0bsocket_path\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\x0c\"\xd2\x01\n\x0bJoinRequest\x12*\n\x08\x64rafters\x18\x01 \x01(\x0b\x32\x18.paceline.v1.DrafterList\x12\x12\n\nuse_stream\x18\x02 \x01(\x08\x12+\n\x06opened\x18\x03 \x03(\x0b\x32\x1b.paceline.v1.SequenceOpened\x12-\n\x07refused\x18\x04 \x03(\x0b\x32\x1c.paceline.v1.SequenceRefused\x12\'\n\x05trees\x18\x05 \x03(\x0b\x32\x18.paceline.v1.DraftedTree\"R\n\x0b\x44rafterList\x12*\n\x08\x64rafters\x18\x01 \x03(\x0b\x32\x18.paceline.v1.DrafterInfo\x12\x17\n\x0f\x64\x65\x66\x61ult_drafter\x18\x02 \x01(\t\"}\n\x0eSequenceOpened\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0f\n\x07\x64rafter\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\x0e\n\x06method\x18\x04 \x01(\t\x12\x11\n\tmax_nodes\x18\x05 \x01(\r\x12\x14\n\x0ckv_transport\x18\x06 \x01(\t\"D\n\x0fSequenceRefused\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\"\x99\x01\n\x0b\x44raftedTree\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\r\n\x05round\x18\x02 \x01(\x04\x12$\n\x04tree\x18\x03 \x01(\x0b\x32\x16.paceline.v1.TokenTree\x12\x10\n\x08\x64raft_us\x18\x04 \x01(\x04\x12\x10\n\x08queue_us\x18\x05 \x01(\x04\x12\x10\n\x08kv_bytes\x18\x07 \x01(\x04J\x04\x08\x06\x10\x07R\x07version\"\xb2\x01\n\x0cJoinResponse\x12#\n\x06joined\x18\x01 \x01(\x0b\x32\x13.paceline.v1.Joined\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x0e\n\x06\x63losed\x18\x03 \x03(\x04\x12\'\n\x04open\x18\x04 \x03(\x0b\x32\x19.paceline.v1.OpenSequence\x12\'\n\x06rounds\x18\x05 \x03(\x0b\x32\x17.paceline.v1.DraftRound\x12\r\n\x05lists\x18\x06 \x01(\x04\"\xaa\x01\n\x06Joined\x12\x1a\n\x12target_fingerprint\x18\x01 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x16\n\x0emax_tree_nodes\x18\x04 \x01(\r\x12\x13\n\x0binstance_id\x18\x05 \x01(\t\x12\x13\n\x0bsocket_path\x18\x06 \x01(\t\x12\x14\n\x0csocket_token\x18\x07 \x01(\x0c\"\xd0\x01\n\x0cOpenSequence\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0f\n\x07\x64rafter\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\x0e\n\x06tokens\x18\x04 \x03(\r\x12\x15\n\rprompt_length\x18\x05 \x01(\r\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12\x12\n\nread_grant\x18\x07 \x01(\x0c\x12\r\n\x05owner\x18\x08 \x01(\t\x12\x13\n\x0btraceparent\x18\t \x01(\t\"\xc2\x01\n\nDraftRound\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x12\n\nnew_tokens\x18\x03 \x03(\r\x12\x13\n\x0bnode_budget\x18\x04 \x01(\r\x12\x11\n\tmax_depth\x18\x05 \x01(\r\x12\x12\n\ntimeout_us\x18\x06 \x01(\x04\x12\x18\n\x10\x63ommitted_length\x18\x07 \x01(\r\x12\x14\n\x0ctotal_length\x18\x08 \x01(\r\x12\x13\n\x0btraceparent\x18\t \x01(\t2\xa6\x01\n\x14\x44raftExchangeService\x12?\n\x04Join\x12\x18.paceline.v1.JoinRequest\x1a\x19.paceline.v1.JoinResponse(\x01\x30\x01\x12M\n\nGetWeights\x12\x1e.paceline.v1.GetWeightsRequest\x1a\x1f.paceline.v1.GetWeightsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apaceline/v1/exchange.proto\x12\x0bpaceline.v1\x1a\x19paceline/v1/drafter.proto\x1a\x1apaceline/v1/sampling.proto\x1a\x16paceline/v1/tree.proto\"\xd2\x01\n\x0bJoinRequest\x12*\n\x08\x64rafters\x18\x01 \x01(\x0b\x32\x18.paceline.v1.DrafterList\x12\x12\n\nuse_stream\x18\x02 \x01(\x08\x12+\n\x06opened\x18\x03 \x03(\x0b\x32\x1b.paceline.v1.SequenceOpened\x12-\n\x07refused\x18\x04 \x03(\x0b\x32\x1c.paceline.v1.SequenceRefused\x12\'\n\x05trees\x18\x05 \x03(\x0b\x32\x18.paceline.v1.DraftedTree\"R\n\x0b\x44rafterList\x12*\n\x08\x64rafters\x18\x01 \x03(\x0b\x32\x18.paceline.v1.DrafterInfo\x12\x17\n\x0f\x64\x65\x66\x61ult_drafter\x18\x02 \x01(\t\"}\n\x0eSequenceOpened\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0f\n\x07\x64rafter\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\x0e\n\x06method\x18\x04 \x01(\t\x12\x11\n\tmax_nodes\x18\x05 \x01(\r\x12\x14\n\x0ckv_transport\x18\x06 \x01(\t\"D\n\x0fSequenceRefused\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\"\x99\x01\n\x0b\x44raftedTree\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\r\n\x05round\x18\x02 \x01(\x04\x12$\n\x04tree\x18\x03 \x01(\x0b\x32\x16.paceline.v1.TokenTree\x12\x10\n\x08\x64raft_us\x18\x04 \x01(\x04\x12\x10\n\x08queue_us\x18\x05 \x01(\x04\x12\x10\n\x08kv_bytes\x18\x07 \x01(\x04J\x04\x08\x06\x10\x07R\x07version\"\xb2\x01\n\x0cJoinResponse\x12#\n\x06joined\x18\x01 \x01(\x0b\x32\x13.paceline.v1.Joined\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x0e\n\x06\x63losed\x18\x03 \x03(\x04\x12\'\n\x04open\x18\x04 \x03(\x0b\x32\x19.paceline.v1.OpenSequence\x12\'\n\x06rounds\x18\x05 \x03(\x0b\x32\x17.paceline.v1.DraftRound\x12\r\n\x05lists\x18\x06 \x01(\x04\"\xaa\x01\n\x06Joined\x12\x1a\n\x12target_fingerprint\x18\x01 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x16\n\x0emax_tree_nodes\x18\x04 \x01(\r\x12\x13\n\x0binstance_id\x18\x05 \x01(\t\x12\x13\n\x0bsocket_path\x18\x06 \x01(\t\x12\x14\n\x0csocket_token\x18\x07 \x01(\x0c\"\xd0\x01\n\x0cOpenSequence\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0f\n\x07\x64rafter\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\x0e\n\x06tokens\x18\x04 \x03(\r\x12\x15\n\rprompt_length\x18\x05 \x01(\r\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12\x12\n\nread_grant\x18\x07 \x01(\x0c\x12\r\n\x05owner\x18\x08 \x01(\t\x12\x13\n\x0btraceparent\x18\t \x01(\t\"\xc2\x01\n\nDraftRound\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x12\n\nnew_tokens\x18\x03 \x03(\r\x12\x13\n\x0bnode_budget\x18\x04 \x01(\r\x12\x11\n\tmax_depth\x18\x05 \x01(\r\x12\x12\n\ntimeout_us\x18\x06 \x01(\x04\x12\x18\n\x10\x63ommitted_length\x18\x07 \x01(\r\x12\x14\n\x0ctotal_length\x18\x08 \x01(\r\x12\x13\n\x0btraceparent\x18\t \x01(\t2W\n\x14\x44raftExchangeService\x12?\n\x04Join\x12\x18.paceline.v1.JoinRequest\x1a\x19.paceline.v1.JoinResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.v1.exchange_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GETWEIGHTSREQUEST']._serialized_start=122
-  _globals['_GETWEIGHTSREQUEST']._serialized_end=186
-  _globals['_GETWEIGHTSRESPONSE']._serialized_start=188
-  _globals['_GETWEIGHTSRESPONSE']._serialized_end=244
-  _globals['_JOINREQUEST']._serialized_start=247
-  _globals['_JOINREQUEST']._serialized_end=457
-  _globals['_DRAFTERLIST']._serialized_start=459
-  _globals['_DRAFTERLIST']._serialized_end=541
-  _globals['_SEQUENCEOPENED']._serialized_start=543
-  _globals['_SEQUENCEOPENED']._serialized_end=668
-  _globals['_SEQUENCEREFUSED']._serialized_start=670
-  _globals['_SEQUENCEREFUSED']._serialized_end=738
-  _globals['_DRAFTEDTREE']._serialized_start=741
-  _globals['_DRAFTEDTREE']._serialized_end=894
-  _globals['_JOINRESPONSE']._serialized_start=897
-  _globals['_JOINRESPONSE']._serialized_end=1075
-  _globals['_JOINED']._serialized_start=1078
-  _globals['_JOINED']._serialized_end=1248
-  _globals['_OPENSEQUENCE']._serialized_start=1251
-  _globals['_OPENSEQUENCE']._serialized_end=1459
-  _globals['_DRAFTROUND']._serialized_start=1462
-  _globals['_DRAFTROUND']._serialized_end=1656
-  _globals['_DRAFTEXCHANGESERVICE']._serialized_start=1659
-  _globals['_DRAFTEXCHANGESERVICE']._serialized_end=1825
+  _globals['_JOINREQUEST']._serialized_start=123
+  _globals['_JOINREQUEST']._serialized_end=333
+  _globals['_DRAFTERLIST']._serialized_start=335
+  _globals['_DRAFTERLIST']._serialized_end=417
+  _globals['_SEQUENCEOPENED']._serialized_start=419
+  _globals['_SEQUENCEOPENED']._serialized_end=544
+  _globals['_SEQUENCEREFUSED']._serialized_start=546
+  _globals['_SEQUENCEREFUSED']._serialized_end=614
+  _globals['_DRAFTEDTREE']._serialized_start=617
+  _globals['_DRAFTEDTREE']._serialized_end=770
+  _globals['_JOINRESPONSE']._serialized_start=773
+  _globals['_JOINRESPONSE']._serialized_end=951
+  _globals['_JOINED']._serialized_start=954
+  _globals['_JOINED']._serialized_end=1124
+  _globals['_OPENSEQUENCE']._serialized_start=1127
+  _globals['_OPENSEQUENCE']._serialized_end=1335
+  _globals['_DRAFTROUND']._serialized_start=1338
+  _globals['_DRAFTROUND']._serialized_end=1532
+  _globals['_DRAFTEXCHANGESERVICE']._serialized_start=1534
+  _globals['_DRAFTEXCHANGESERVICE']._serialized_end=1621
 # @@protoc_insertion_point(module_scope)

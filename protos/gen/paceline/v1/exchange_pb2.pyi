@@ -9,22 +9,6 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class GetWeightsRequest(_message.Message):
-    __slots__ = ("target_fingerprint", "weights")
-    TARGET_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
-    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
-    target_fingerprint: str
-    weights: str
-    def __init__(self, target_fingerprint: _Optional[str] = ..., weights: _Optional[str] = ...) -> None: ...
-
-class GetWeightsResponse(_message.Message):
-    __slots__ = ("socket_path", "token")
-    SOCKET_PATH_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_FIELD_NUMBER: _ClassVar[int]
-    socket_path: str
-    token: bytes
-    def __init__(self, socket_path: _Optional[str] = ..., token: _Optional[bytes] = ...) -> None: ...
-
 class JoinRequest(_message.Message):
     __slots__ = ("drafters", "use_stream", "opened", "refused", "trees")
     DRAFTERS_FIELD_NUMBER: _ClassVar[int]

@@ -42,11 +42,6 @@ class DraftExchangeServiceStub:
                 request_serializer=paceline_dot_v1_dot_exchange__pb2.JoinRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_exchange__pb2.JoinResponse.FromString,
                 _registered_method=True)
-        self.GetWeights = channel.unary_unary(
-                '/paceline.v1.DraftExchangeService/GetWeights',
-                request_serializer=paceline_dot_v1_dot_exchange__pb2.GetWeightsRequest.SerializeToString,
-                response_deserializer=paceline_dot_v1_dot_exchange__pb2.GetWeightsResponse.FromString,
-                _registered_method=True)
 
 
 class DraftExchangeServiceServicer:
@@ -65,13 +60,6 @@ class DraftExchangeServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def GetWeights(self, request, context):
-        """How a process on the same host gets the packed weights of the target, which the verifier has in shared memory.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_DraftExchangeServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -79,11 +67,6 @@ def add_DraftExchangeServiceServicer_to_server(servicer, server):
                     servicer.Join,
                     request_deserializer=paceline_dot_v1_dot_exchange__pb2.JoinRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_exchange__pb2.JoinResponse.SerializeToString,
-            ),
-            'GetWeights': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetWeights,
-                    request_deserializer=paceline_dot_v1_dot_exchange__pb2.GetWeightsRequest.FromString,
-                    response_serializer=paceline_dot_v1_dot_exchange__pb2.GetWeightsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -116,33 +99,6 @@ class DraftExchangeService:
             '/paceline.v1.DraftExchangeService/Join',
             paceline_dot_v1_dot_exchange__pb2.JoinRequest.SerializeToString,
             paceline_dot_v1_dot_exchange__pb2.JoinResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def GetWeights(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/paceline.v1.DraftExchangeService/GetWeights',
-            paceline_dot_v1_dot_exchange__pb2.GetWeightsRequest.SerializeToString,
-            paceline_dot_v1_dot_exchange__pb2.GetWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

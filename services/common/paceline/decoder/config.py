@@ -15,8 +15,8 @@ from paceline.kernels.caches import row_width
 
 SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn", "longrope")
 _FLOATS: dict[str, torch.dtype] = {name: getattr(torch, name) for name in FLOATS}
+# A format of stored weights: experts in 8-bit blocks of the same values, the rest in `dtype`.
 MXFP4 = "mxfp4"
-"""A format of stored weights: experts in 8-bit blocks of the same values, the rest in ``dtype``."""
 
 _TYPES = ("dtype", "kv_dtype")  # fields that are torch types
 _FIRST_ROWS = 4096
@@ -30,131 +30,73 @@ class UnsupportedModelError(ValueError):
 class DecoderConfig:
     """Shape and constants of a decoder-only transformer."""
 
-    model_type: str
-    """Hugging Face model type."""
+    model_type: str  # hugging Face model type
+    layers: int  # number of transformer layers
+    hidden: int  # width of the residual stream
+    intermediate: int  # width of the feed-forward block
+    q_heads: int  # query heads
+    kv_heads: int  # key and value heads; divides `q_heads`
+    head_dim: int  # width of a head
+    vocab_size: int  # rows of the embedding and of the LM head
+    max_position: int  # longest context of the model, in tokens
+    norm_eps: float  # epsilon of every RMS norm
 
-    layers: int
-    """Number of transformer layers."""
-
-    hidden: int
-    """Width of the residual stream."""
-
-    intermediate: int
-    """Width of the feed-forward block."""
-
-    q_heads: int
-    """Query heads."""
-
-    kv_heads: int
-    """Key and value heads; divides ``q_heads``."""
-
-    head_dim: int
-    """Width of a head."""
-
-    vocab_size: int
-    """Rows of the embedding and of the LM head."""
-
-    max_position: int
-    """Longest context of the model, in tokens."""
-
-    norm_eps: float
-    """Epsilon of every RMS norm."""
-
+    # Inverse frequencies after scaling, one per pair of dimensions; 0: a pair that is not turned.
     rope_inv_freq: tuple[float, ...]
-    """Inverse frequencies after scaling, one per pair of dimensions; 0: a pair that is not
-    turned."""
+    rope_scaling: float  # factor on cosine and sine (YaRN's attention factor), else 1
+    windows: tuple[int | None, ...]  # per layer, sliding window in tokens or None
+    qkv_bias: bool  # whether the q, k and v projections have a bias
+    o_bias: bool  # whether the attention output projection has one
+    mlp_bias: bool  # whether the feed-forward projections have one
+    qk_norm: bool  # whether q and k heads are RMS-normalised before RoPE
+    tied: bool  # whether the LM head is the embedding
 
-    rope_scaling: float
-    """Factor on cosine and sine (YaRN's attention factor), else 1."""
-
-    windows: tuple[int | None, ...]
-    """Per layer, sliding window in tokens or None."""
-
-    qkv_bias: bool
-    """Whether the q, k and v projections have a bias."""
-
-    o_bias: bool
-    """Whether the attention output projection has one."""
-
-    mlp_bias: bool
-    """Whether the feed-forward projections have one."""
-
-    qk_norm: bool
-    """Whether q and k heads are RMS-normalised before RoPE."""
-
-    tied: bool
-    """Whether the LM head is the embedding."""
-
+    # Tokens that end a text, from the generation config if there is one.
     eos_token_ids: tuple[int, ...]
-    """Tokens that end a text, from the generation config if there is one."""
+    bos_token_id: int | None  # token that the tokenizer puts before a text, or None
+    dtype: torch.dtype  # data type of hidden states, and of weights that are not quantised
+    kv_dtype: torch.dtype  # data type of caches; int8 as in :mod:`paceline.kernels.caches`
 
-    bos_token_id: int | None
-    """Token that the tokenizer puts before a text, or None."""
-
-    dtype: torch.dtype
-    """Data type of hidden states, and of weights that are not quantised."""
-
-    kv_dtype: torch.dtype
-    """Data type of caches; int8 as in :mod:`paceline.kernels.caches`."""
-
+    # Format of the matrices: float32, bfloat16, int8, int4, `MXFP4`, or gguf, each as in its GGUF
+    # file.
     weights: str
-    """Format of the matrices: float32, bfloat16, int8, int4, ``MXFP4``, or gguf, each as in its
-    GGUF file."""
 
+    # Rotary embedding of each layer: 0 is the first, 1 that of `rope_local`; empty: 0.
     ropes: tuple[int, ...] = ()
-    """Rotary embedding of each layer: 0 is the first, 1 that of ``rope_local``; empty: 0."""
 
+    # Inverse frequencies of the second rotary embedding, or one for all pairs.
     rope_local: tuple[float, ...] = ()
-    """Inverse frequencies of the second rotary embedding, or one for all pairs."""
 
+    # Inverse frequencies of "longrope" for contexts up to `rope_short_context`.
     rope_short: tuple[float, ...] = ()
-    """Inverse frequencies of "longrope" for contexts up to ``rope_short_context``."""
+    rope_short_context: int = 0  # longest context of `rope_short`; 0: there are no such frequencies
+    norm_offset: float = 0.0  # added to the weight of every norm
 
-    rope_short_context: int = 0
-    """Longest context of ``rope_short``; 0: there are no such frequencies."""
-
-    norm_offset: float = 0.0
-    """Added to the weight of every norm."""
-
+    # Whether the feed-forward activation is GELU (in its form with tanh), not SiLU.
     gelu: bool = False
-    """Whether the feed-forward activation is GELU (in its form with tanh), not SiLU."""
+    attention_scale: float | None = None  # factor on attention scores; None: `head_dim ** -0.5`
+    attention_cap: float = 0.0  # soft cap of attention scores (Gemma 2); 0: none
+    logit_cap: float = 0.0  # soft cap of logits; 0: none
+    logit_scale: float = 1.0  # factor on logits
+    embedding_scale: float = 1.0  # factor on embedded tokens
 
-    attention_scale: float | None = None
-    """Factor on attention scores; None: ``head_dim ** -0.5``."""
-
-    attention_cap: float = 0.0
-    """Soft cap of attention scores (Gemma 2); 0: none."""
-
-    logit_cap: float = 0.0
-    """Soft cap of logits; 0: none."""
-
-    logit_scale: float = 1.0
-    """Factor on logits."""
-
-    embedding_scale: float = 1.0
-    """Factor on embedded tokens."""
-
+    # Factor on what attention and feed-forward block add to the residual stream.
     residual_scale: float = 1.0
-    """Factor on what attention and feed-forward block add to the residual stream."""
+    experts: int = 0  # experts of a layer, each of width `intermediate`; 0: one feed-forward block
+    experts_per_token: int = 0  # experts that a row is routed to
 
-    experts: int = 0
-    """Experts of a layer, each of width ``intermediate``; 0: one feed-forward block."""
-
-    experts_per_token: int = 0
-    """Experts that a row is routed to."""
-
+    # Whether their shares are a softmax over their scores, not over all.
     norm_topk_prob: bool = False
-    """Whether their shares are a softmax over their scores, not over all."""
 
+    # Limit of gates and ups in the feed-forward activation of gpt-oss; 0: another activation.
     swiglu_limit: float = 0.0
-    """Limit of gates and ups in the feed-forward activation of gpt-oss; 0: another activation."""
 
+    # Layers with the gated delta rule instead of attention, rising.
     delta_layers: tuple[int, ...] = ()
-    """Layers with the gated delta rule instead of attention, rising."""
 
+    # Key heads, value heads, their widths, and taps of the convolution of these layers; see
+    # :class:`paceline.kernels.DeltaShape`.
     delta_heads: tuple[int, ...] = ()
-    """Key heads, value heads, their widths, and taps of the convolution of these layers; see
-    :class:`paceline.kernels.DeltaShape`."""
 
     @property
     def kv_layers(self) -> int:

@@ -17,8 +17,8 @@ T = TypeVar("T")
 
 logger = logging.getLogger("paceline.device")
 
+# Types of devices besides the CPU, by their names in PyTorch; auto takes the first there is.
 ACCELERATORS = ("cuda",)
-"""Types of devices besides the CPU, by their names in PyTorch; auto takes the first there is."""
 
 _EXPECTED = ", ".join(["auto", "cpu", *(f"{kind} or {kind}:N" for kind in ACCELERATORS)])
 

@@ -14,6 +14,7 @@ from paceline.decoder.weights import Checkpoint, Linear, Tensors, Weight
 from paceline.kernels import MAX_EXPERTS, kernels_for
 from paceline.kernels.quantised import check_finite, mxfp4
 
+# Name fragments of folders with mixtures of experts, and the names that are used here.
 _NAMES = {
     ".block_sparse_moe.": ".mlp.",
     ".mlp.gate.": ".mlp.router.",
@@ -21,10 +22,9 @@ _NAMES = {
     ".w3.": ".up_proj.",
     ".w2.": ".down_proj.",
 }
-"""Name fragments of folders with mixtures of experts, and the names that are used here."""
 
+# Tensors of all experts of a layer: weights, biases, or MXFP4 values and scales.
 _STACKED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)(_bias|_blocks|_scales)?$")
-"""Tensors of all experts of a layer: weights, biases, or MXFP4 values and scales."""
 
 
 def shared_name(stored: str) -> str:
@@ -134,8 +134,7 @@ class Experts:
 
     def __init__(self, experts: Sequence[Linear]) -> None:
         """Take the layers, which have one shape."""
-        self.experts = experts
-        """The matrix of each expert."""
+        self.experts = experts  # the matrix of each expert
         self._stacked: Tensor | None = None
         self._bias: Tensor | None = None
         weight = experts[0].weight

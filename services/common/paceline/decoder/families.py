@@ -14,16 +14,17 @@ from paceline.kernels import MAX_TAPS, DeltaShape
 
 Values = Callable[[Any], dict[str, Any]]
 
+# Projections of a layer with the gated delta rule, as :class:`paceline.kernels.Delta` has them.
 DELTA_INPUTS = ("in_proj_qkv", "in_proj_b", "in_proj_a", "in_proj_z")
-"""Projections of a layer with the gated delta rule, as :class:`paceline.kernels.Delta` has them."""
 
+# Tensors of a layer with the gated delta rule, which has no attention.
 DELTA_TENSORS = (
     *(f"linear_attn.{name}.weight" for name in (*DELTA_INPUTS, "out_proj", "conv1d", "norm")),
     "linear_attn.A_log",
     "linear_attn.dt_bias",
 )
-"""Tensors of a layer with the gated delta rule, which has no attention."""
 
+# Parts of a layer in GGUF files, by their Hugging Face names.
 GGUF_NAMES = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -48,7 +49,6 @@ GGUF_NAMES = {
     "post_feedforward_layernorm": "post_ffw_norm",
     "post_mlp_layernorm": "post_ffw_norm",
 }
-"""Parts of a layer in GGUF files, by their Hugging Face names."""
 
 _AFTER = {"post_attention_layernorm": "post_attention_norm"}
 
@@ -66,82 +66,59 @@ def _none(_: Any) -> dict[str, Any]:
 class Family:
     """Properties of a family's layers that its config.json does not contain."""
 
-    model: str
-    """Prefix of the family's classes in transformers."""
+    model: str  # prefix of the family's classes in transformers
 
+    # Model type whose configuration in transformers the family has, where transformers has none of
+    # its own; "": its own.
     reads_as: str = ""
-    """Model type whose configuration in transformers the family has, where transformers has none of
-    its own; "": its own."""
 
+    # Whether the q, k and v projections have a bias; None: the config's `attention_bias`.
     qkv_bias: bool | None = None
-    """Whether the q, k and v projections have a bias; None: the config's ``attention_bias``."""
 
+    # Whether the attention output projection has a bias; None: the config's `attention_bias`.
     o_bias: bool | None = None
-    """Whether the attention output projection has a bias; None: the config's ``attention_bias``."""
 
+    # Queries and keys are RMS-normalised before RoPE: each head, or all heads of a row together;
+    # "": they are not.
     qk_norm: Literal["", "heads", "rows"] = ""
-    """Queries and keys are RMS-normalised before RoPE: each head, or all heads of a row together;
-    "": they are not."""
 
+    # Type of every layer; None: the config's `layer_types`. "sliding" applies where the config has
+    # a `sliding_window`.
     layer_types: Literal["full", "sliding"] | None = None
-    """Type of every layer; None: the config's ``layer_types``. "sliding" applies where the config
-    has a ``sliding_window``."""
 
+    # Names of the norms before and after attention, before and after the feed-forward block; "":
+    # there is none.
     norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
-    """Names of the norms before and after attention, before and after the feed-forward block; "":
-    there is none."""
 
+    # Projections whose rows are queries, keys and values, in this order.
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
-    """Projections whose rows are queries, keys and values, in this order."""
 
+    # Projections whose rows are gates and ups, in this order.
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
-    """Projections whose rows are gates and ups, in this order."""
+    norm_offset: float = 0.0  # added to the weight of every norm
+    partial_rope: bool = False  # whether the config's `partial_rotary_factor` is followed
+    neighbours: bool = False  # roPE turns neighbouring dimensions, not those half a head apart
+    local_rope: bool = False  # sliding layers have a rotary embedding of their own
 
-    norm_offset: float = 0.0
-    """Added to the weight of every norm."""
-
-    partial_rope: bool = False
-    """Whether the config's ``partial_rotary_factor`` is followed."""
-
-    neighbours: bool = False
-    """RoPE turns neighbouring dimensions, not those half a head apart."""
-
-    local_rope: bool = False
-    """Sliding layers have a rotary embedding of their own."""
-
+    # Whether the feed-forward projections have a bias; None: the config's `mlp_bias`.
     mlp_bias: bool | None = None
-    """Whether the feed-forward projections have a bias; None: the config's ``mlp_bias``."""
+    sinks: bool = False  # each query head has a sink: one extra logit in the softmax denominator
+    experts: bool = False  # the feed-forward blocks are routed experts
+    router_bias: bool = False  # whether the scores of experts have a bias
 
-    sinks: bool = False
-    """Each query head has a sink: one extra logit in the softmax denominator."""
-
-    experts: bool = False
-    """The feed-forward blocks are routed experts."""
-
-    router_bias: bool = False
-    """Whether the scores of experts have a bias."""
-
+    # Outputs of attention are multiplied by gates, which the q projection has behind the queries of
+    # each head.
     gated: bool = False
-    """Outputs of attention are multiplied by gates, which the q projection has behind the queries
-    of each head."""
+    interleaved: bool = False  # see :class:`paceline.decoder.experts.ExpertTensors`
 
-    interleaved: bool = False
-    """See :class:`paceline.decoder.experts.ExpertTensors`."""
-
+    # Fields of :class:`paceline.decoder.DecoderConfig` by a transformers config.
     switches: Values = _none
-    """Fields of :class:`paceline.decoder.DecoderConfig` by a transformers config."""
+    gguf: str = ""  # architecture in GGUF files; "": they are not read
 
-    gguf: str = ""
-    """Architecture in GGUF files; "": they are not read."""
-
+    # Layer parts in GGUF files, where they differ from `GGUF_NAMES`.
     gguf_names: Mapping[str, str] = field(default_factory=dict)
-    """Layer parts in GGUF files, where they differ from ``GGUF_NAMES``."""
-
-    gguf_rows: bool = False
-    """The files have the rows of q and k in llama's order."""
-
-    gguf_values: Values = _none
-    """Fields of the transformers config by a GGUF file's metadata."""
+    gguf_rows: bool = False  # the files have the rows of q and k in llama's order
+    gguf_values: Values = _none  # fields of the transformers config by a GGUF file's metadata
 
     def layer_tensors(
         self,
@@ -296,6 +273,7 @@ _OLMO = Family(
     gguf="olmo2",
     gguf_names=_AFTER,
 )
+# Supported families, by Hugging Face model type.
 FAMILIES = {
     "llama": Family(model="Llama", layer_types="full", gguf="llama", gguf_rows=True),
     "mistral": Family(model="Mistral", layer_types="sliding"),
@@ -402,4 +380,3 @@ FAMILIES = {
         gguf="glm4",
     ),
 }  # fmt: skip
-"""Supported families, by Hugging Face model type."""

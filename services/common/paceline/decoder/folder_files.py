@@ -13,6 +13,7 @@ from paceline.decoder.config import UnsupportedModelError
 
 _MAX_BYTES = 256 << 20
 _MAX_CONFIG = 16 << 20
+# Fields that are counts, from 1, and the largest number of each.
 _COUNTS = {
     "num_hidden_layers": 1 << 12,
     "hidden_size": 1 << 20,
@@ -30,14 +31,14 @@ _COUNTS = {
     "linear_value_head_dim": 1 << 16,
     "linear_conv_kernel_dim": 1 << 8,
 }
-"""Fields that are counts, from 1, and the largest number of each."""
+# Counts that may be 0.
 _FROM_NONE = {
     "num_experts": 1 << 12,
     "num_local_experts": 1 << 12,
     "num_experts_per_tok": 1 << 12,
     "sliding_window": 1 << 31,
 }
-"""Counts that may be 0."""
+# Fields that are numbers above 0, and the largest of each.
 _REALS = {
     "rms_norm_eps": 1.0,
     "rope_theta": 1e15,
@@ -50,10 +51,8 @@ _REALS = {
     "beta_fast": 1e6,
     "beta_slow": 1e6,
 }
-"""Fields that are numbers above 0, and the largest of each."""
 
-_TYPES = ("float32", "float16", "bfloat16", "auto")
-"""Types of a model, by their names in torch."""
+_TYPES = ("float32", "float16", "bfloat16", "auto")  # types of a model, by their names in torch
 
 
 def read_file(path: Path, limit: int = _MAX_BYTES) -> bytes:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import subprocess
-import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,31 +11,39 @@ from typing import Any
 from paceline.decoder.config import UnsupportedModelError
 from paceline.decoder.folder_files import one_line, parse_object, read_file, read_object
 from paceline.decoder.model_source import file_facts, remembered, remembered_by_transformers
+from paceline.decoder.sandbox import run_in_child
 
 _log = logging.getLogger(__name__)
 _JSON, _CONFIG = "tokenizer.json", "tokenizer_config.json"
 _DESCRIPTIONS = (_CONFIG, "special_tokens_map.json", "added_tokens.json")
 _VOCAB, _MERGES = "vocab.json", "merges.txt"
+# Vocabularies of tokenizers that are not in tokenizer.json.
 _VOCABULARIES = (
     _VOCAB, _MERGES, "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.txt",
     "tekken.json", "tiktoken.model", "qwen.tiktoken",
 )  # fmt: skip
-"""Vocabularies of tokenizers that are not in tokenizer.json."""
-_SECONDS = 30.0
+_SECONDS, _MEMORY = 30.0, 4 << 30  # of a trial
+_LENGTH = 1024
+_PROBES = [
+    *(
+        letter * _LENGTH + end
+        for letter in ("a", "A", " ", "1", "é", "日", "\n", "!")
+        for end in "a!"
+    ),
+    "the quick brown fox, 12345 times.\n\t" * 30,
+]
+_TOKENS_OF_A_CHARACTER = 16
 
 
 @dataclass(frozen=True)
 class FolderTokenizer:
     """A tokenizer that was built and tried."""
 
-    content: str
-    """The content of a tokenizer.json, if it is not that of the folder; "": it is."""
+    content: str  # the content of a tokenizer.json, if it is not that of the folder; "": it is
+    added: list[int]  # token ids of an empty text: what the tokenizer adds
 
-    added: list[int]
-    """Token ids of an empty text: what the tokenizer adds."""
-
+    # Token ids of the special tokens by their texts; None for those it does not have.
     ids: dict[str, int | None]
-    """Token ids of the special tokens by their texts; None for those it does not have."""
 
 
 def folder_tokenizer(
@@ -155,28 +160,38 @@ class Probed:
 
 
 def probe(path: Path, content: str, tokens: Iterable[str]) -> Probed:
-    """Try a tokenizer in a process of its own; see :mod:`paceline.decoder.tokenizer_probe`.
+    """Try a tokenizer in a child process: its expressions and replacements are programs, which may
+    take for ever, or make a text endless.
 
     Raises:
         UnsupportedModelError: It is no tokenizer, or takes too much time or memory.
     """
-    script = str(Path(__file__).with_name("tokenizer_probe.py"))
-    given = json.dumps({"content": content, "tokens": sorted(tokens)})
+    what = f"{path}: an expression or a replacement of the tokenizer, on short texts,"
     try:
-        done = subprocess.run(
-            [sys.executable, "-P", script],
-            input=given.encode(),
-            capture_output=True,
-            timeout=_SECONDS,
-            check=False,
+        return run_in_child(
+            lambda _: _try(content, sorted(tokens)), what, seconds=_SECONDS, memory=_MEMORY
         )
-    except subprocess.TimeoutExpired as error:
+    except UnsupportedModelError:
+        raise
+    except Exception as error:  # the library raises anything
         raise UnsupportedModelError(
-            f"{path}: the tokenizer takes more than {_SECONDS:g} s for short texts: an expression "
-            "or a replacement of its normalizer, pre_tokenizer or decoder does not end"
+            f"{path} is no tokenizer that can be used: {one_line(error)}"
         ) from error
-    if done.returncode:
-        said = done.stderr.decode(errors="replace").strip().splitlines()
-        why = one_line(ValueError(said[-1])) if said else "it takes more than 4 GiB of memory"
-        raise UnsupportedModelError(f"{path} is no tokenizer that can be used: {why}")
-    return Probed(**json.loads(done.stdout))
+
+
+def _try(content: str, tokens: Sequence[str]) -> Probed:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_str(content)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    added = tokenizer.encode("").ids
+    for text in _PROBES:
+        ids = tokenizer.encode(text).ids
+        if len(ids) > len(added) + _TOKENS_OF_A_CHARACTER * len(text):
+            raise ValueError(f"{len(text)} characters become {len(ids)} tokens")
+        shown = tokenizer.decode(ids)
+        if len(shown) > 4 * _TOKENS_OF_A_CHARACTER * len(text):
+            raise ValueError(f"{len(text)} characters become {len(shown)} when they are decoded")
+    ids_of = {text: tokenizer.token_to_id(text) for text in tokens}
+    return Probed(added, ids_of, max(tokenizer.get_vocab().values(), default=-1))

@@ -38,8 +38,8 @@ from paceline.decoder.weights import Tensors, Weight, fingerprint_files, plain
 from paceline.kernels.linear import PackedMatrix, pack_quantised
 from paceline.kernels.quantised import QuantisedMatrix
 
+# Names of the token embedding and the final norm.
 EMBEDDING, NORM = "token_embd.weight", "output_norm.weight"
-"""Names of the token embedding and the final norm."""
 
 _MAX_NUMBER = (1 << 31) - 1
 

@@ -66,17 +66,10 @@ _FLOATS = {
 class GgufTensor:
     """Place and type of a tensor."""
 
-    name: str
-    """Name in the file."""
-
-    shape: tuple[int, ...]
-    """Its dimensions, outermost first."""
-
-    kind: GGMLQuantizationType
-    """How its values are stored."""
-
-    data: Bytes
-    """Bytes of the tensor, mapped from the file."""
+    name: str  # name in the file
+    shape: tuple[int, ...]  # its dimensions, outermost first
+    kind: GGMLQuantizationType  # how its values are stored
+    data: Bytes  # bytes of the tensor, mapped from the file
 
     def part(self, index: int) -> GgufTensor:
         """The part of the outermost dimension at an index."""
@@ -89,17 +82,10 @@ class GgufTensor:
 class GgufArray:
     """An array of the metadata, whose values are read on demand."""
 
-    key: str
-    """Name in the file."""
-
-    kind: GGUFValueType
-    """Type of its values."""
-
-    count: int
-    """Number of its values."""
-
-    data: memoryview = field(repr=False)
-    """Bytes of the values, mapped from the file."""
+    key: str  # name in the file
+    kind: GGUFValueType  # type of its values
+    count: int  # number of its values
+    data: memoryview = field(repr=False)  # bytes of the values, mapped from the file
 
     def strings(self) -> list[str]:
         """Its values. Raises ``ValueError``: they are no strings, or one is not UTF-8."""
@@ -127,17 +113,10 @@ class GgufArray:
 class GgufFile:
     """A GGUF file, or the parts of one that was split, whose structure has been checked."""
 
-    path: Path
-    """The file, or its first part."""
-
-    metadata: Mapping[str, Any]
-    """Values by key; a :class:`GgufArray` for an array."""
-
-    tensors: Mapping[str, GgufTensor]
-    """Tensors by name."""
-
-    memory: Sequence[mmap.mmap] = ()
-    """The mapped files."""
+    path: Path  # the file, or its first part
+    metadata: Mapping[str, Any]  # values by key; a :class:`GgufArray` for an array
+    tensors: Mapping[str, GgufTensor]  # tensors by name
+    memory: Sequence[mmap.mmap] = ()  # the mapped files
 
     def release(self) -> None:
         """Give up the pages that were read; they are read again when they are needed."""
@@ -436,6 +415,7 @@ def _split_mxfp4(raw: Bytes) -> Parts:
     return found.values.numpy(), found.scale.numpy(), None
 
 
+# Formats that are blocks as they are: how to split their bytes, bits, and offset.
 _EXACT: dict[GGMLQuantizationType, tuple[Callable[[Bytes], Parts], Literal[8, 4], int]] = {
     GGMLQuantizationType.Q8_0: (_split_q8_0, 8, 128),
     GGMLQuantizationType.Q4_0: (_split_q4_0, 4, 8),
@@ -443,4 +423,3 @@ _EXACT: dict[GGMLQuantizationType, tuple[Callable[[Bytes], Parts], Literal[8, 4]
     GGMLQuantizationType.Q4_K: (_split_q4_k, 4, 0),
     GGMLQuantizationType.MXFP4: (_split_mxfp4, 8, 128),
 }
-"""Formats that are blocks as they are: how to split their bytes, bits, and offset."""

@@ -21,11 +21,10 @@ from paceline.decoder.gguf_file import GgufArray, GgufFile
 
 _log = logging.getLogger(__name__)
 _KEY = "tokenizer.ggml."
+# Types of tokens; the others are pieces of text, bytes, and tokens that are not used.
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
-"""Types of tokens; the others are pieces of text, bytes, and tokens that are not used."""
 
-_LONGEST = 256
-"""Characters of a SentencePiece token, whose splits are all tried; trainers allow 16."""
+_LONGEST = 256  # characters of a SentencePiece token, whose splits are all tried; trainers allow 16
 
 _TICKS = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -47,20 +46,21 @@ _ALIKE = {
 
 _LLAMA3_NAMES = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0"})
 
+# Names whose vocabulary decides before the merges: a word that is a token is that token.
 _IGNORE_MERGES = _LLAMA3_NAMES | {"tekken", "minicpm5"}
-"""Names whose vocabulary decides before the merges: a word that is a token is that token."""
 
+# Names whose texts begin with BOS unless the file says otherwise.
 _ADD_BOS = _LLAMA3_NAMES | {"tekken"}
-"""Names whose texts begin with BOS unless the file says otherwise."""
 
+# Tokens that end a text, whatever the file says of them.
 _ENDS = frozenset({
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
     "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
     "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>",
     "<｜end▁of▁sentence｜>", "[e~[",
 })  # fmt: skip
-"""Tokens that end a text, whatever the file says of them."""
 
+# Tokens of gaps and between files, which end a text too: by key, else by text.
 _FILLS = {
     "fim_pad_token_id": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     "fim_rep_token_id": (
@@ -68,8 +68,8 @@ _FILLS = {
     ),
     "fim_sep_token_id": ("<|file_sep|>",),
 }  # fmt: skip
-"""Tokens of gaps and between files, which end a text too: by key, else by text."""
 
+# Tokens of gaps that end no text.
 _GAPS = frozenset({
     "<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>",
     "<|code_prefix|>", "<|prefix|>", "<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>",
@@ -77,10 +77,9 @@ _GAPS = frozenset({
     "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>", "<|code_middle|>",
     "<|middle|>",
 })  # fmt: skip
-"""Tokens of gaps that end no text."""
 
+# Control tokens, whatever type a file gives them.
 _CONTROL_TEXTS = _ENDS.union(_GAPS, *_FILLS.values())
-"""Control tokens, whatever type a file gives them."""
 
 # Names of special tokens in transformers, and in the file, where one is misspelt.
 _SPECIAL_TOKENS = {
@@ -101,6 +100,7 @@ def _cased(letters: tuple[str, str], ticks: str, rest: str) -> str:
     return f"{lead}{capital}*{small}+{ticks}|{lead}{capital}+{small}*{ticks}|{rest}"
 
 
+# How text is split into words: each expression splits the parts that the one before it made.
 _RULES: Mapping[str, Sequence[str]] = {
     "default": (
         r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]",
@@ -129,13 +129,12 @@ _RULES: Mapping[str, Sequence[str]] = {
     "ufakzeka": (_QWEN2.removeprefix(f"{_TICKS}|"),),
     "minicpm5": (r"\p{N}{1,3}", _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}+")),
 }  # fmt: skip
-"""How text is split into words: each expression splits the parts that the one before it made."""
 
+# Rules by their names in `tokenizer.ggml.pre`.
 PRE_TOKENIZERS: Mapping[str, Sequence[str]] = {
     **{name: rule for name, rule in _RULES.items() if name != "gpt2"},
     **{name: _RULES[rule] for rule, names in _ALIKE.items() for name in names.split()},
 }
-"""Rules by their names in ``tokenizer.ggml.pre``."""
 
 
 @dataclass(frozen=True)

@@ -28,12 +28,12 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 Pass = Callable[[], ForwardResult]
 
+# Packed rows that graphs are made for. Larger batches, such as prefills, gain nothing by them.
 SHAPES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-"""Packed rows that graphs are made for. Larger batches, such as prefills, gain nothing by them."""
 
+# Packed rows that graphs are made for where products have fixed numbers of rows; see
+# :mod:`paceline.decoder.products`.
 FIXED_SHAPES = (64, 128, 192, 256, 384, 512)
-"""Packed rows that graphs are made for where products have fixed numbers of rows; see
-:mod:`paceline.decoder.products`."""
 
 
 class Capturing:
@@ -45,8 +45,8 @@ class Capturing:
     def __init__(self, device: torch.device, *, required: bool = False) -> None:
         """Prepare captures on a device; if graphs are ``required``, one that cannot be captured is
         an error."""
+        # Graphs that :meth:`attempt` has captured, and those that could not be captured.
         self.captured = self.failed = 0
-        """Graphs that :meth:`attempt` has captured, and those that could not be captured."""
         self._required = required
         self._device = device
         self._memory: Any = None

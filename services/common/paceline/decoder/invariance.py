@@ -38,17 +38,15 @@ _PARENTS = (-1, 0, 0, 1, 1, 3, 2, 5, 7, 4, 8, 9)
 _DEEP_TREES = ((255, 32), (240, 64), (200, MAX_TREE_NODES), (0, 33))
 _KEYS_REPEATED = 64  # random keys and values, again and again: they are quick to make
 
+# Length that a text must be able to have for :func:`check_served`. Unit: tokens.
 SERVED_TOKENS = 512
-"""Length that a text must be able to have for :func:`check_served`. Unit: tokens."""
 
-LONGEST_WINDOW = 1024
-"""Longest sliding window that :func:`check_served` passes. Unit: tokens."""
+LONGEST_WINDOW = 1024  # longest sliding window that :func:`check_served` passes. Unit: tokens.
 
+# Positions that are decoded, and where trees begin: their paths cross 192 and 256.
 _FIRST, _LAST, _BORDERS = 180, 268, (188, 250)
-"""Positions that are decoded, and where trees begin: their paths cross 192 and 256."""
 
-_PATH, _TREE = 12, 23
-"""Nodes of the path that is compared, and of its tree."""
+_PATH, _TREE = 12, 23  # nodes of the path that is compared, and of its tree
 
 _PAGE = 256
 
@@ -57,11 +55,8 @@ _PAGE = 256
 class BatchInvariance:
     """Whether the logits of a token have the same bits in every batch and tree."""
 
-    holds: bool
-    """Whether they have."""
-
-    reason: str = ""
-    """What differs and what to do about it; empty if nothing differs."""
+    holds: bool  # whether they have
+    reason: str = ""  # what differs and what to do about it; empty if nothing differs
 
 
 def check_batch_invariance(decoder: Decoder) -> BatchInvariance:

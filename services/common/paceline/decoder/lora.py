@@ -21,22 +21,23 @@ from paceline.kernels.linear import PackedMatrix
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+# The model's own matrix below a change of it: PEFT stores that of embedding and LM head.
 _BASE = ".base_layer.weight"
-"""The model's own matrix below a change of it: PEFT stores that of embedding and LM head."""
+# Matrices that PEFT stores whole where the vocabulary was extended, or when it is told to.
 _WHOLE = ("embed_tokens.weight", "lm_head.weight")
-"""Matrices that PEFT stores whole where the vocabulary was extended, or when it is told to."""
+# Fields of a configuration that change what an adapter is; they must be absent, false or empty.
 _REFUSED = (
     "use_dora", "use_qalora", "lora_bias", "fan_in_fan_out", "modules_to_save", "target_parameters",
     "trainable_token_indices", "alora_invocation_tokens", "layer_replication",
 )  # fmt: skip
-"""Fields of a configuration that change what an adapter is; they must be absent, false or empty."""
+# Ways to begin a training that change the weights of the model too.
 _OTHER_BASES = ("pissa", "olora", "corda", "loftq")
-"""Ways to begin a training that change the weights of the model too."""
 
+# Parts of an expression that take time: repetitions, repeated groups, and how many may be.
 _REPEATS, _GROUPS, _MAX_REPEATS = re.compile(r"[*+{]"), re.compile(r"\)[*+{]"), 3
-"""Parts of an expression that take time: repetitions, repeated groups, and how many may be."""
 
 
+# What other tensors are, by a part of the names that PEFT gives them.
 _OTHERS = {
     "lora_embedding_": "LoRA on the embedding",
     "lora_magnitude_vector": "DoRA",
@@ -45,7 +46,6 @@ _OTHERS = {
     "modules_to_save": "a module that was trained as a whole",
     ".weight": "a module that was trained as a whole",
 }
-"""What other tensors are, by a part of the names that PEFT gives them."""
 
 _WAY_OUT = (
     "merge it with PEFT, PeftModel.from_pretrained(MODEL, ADAPTER).merge_and_unload()"
@@ -57,10 +57,8 @@ _WAY_OUT = (
 class _Change:
     """What a matrix becomes: its own value, or that of ``base``, and ``scale * b @ a``."""
 
-    pair: tuple[str, str] | None
-    """Names of a and b; None: nothing is added."""
-    base: str
-    """Name of the value that replaces the model's own; empty: none does."""
+    pair: tuple[str, str] | None  # names of a and b; None: nothing is added
+    base: str  # name of the value that replaces the model's own; empty: none does
     rank: int
     scale: float
 

@@ -53,12 +53,9 @@ from paceline.kernels.rotated import why_no_integers
 class ForwardResult:
     """Result of a forward pass."""
 
+    # `[R, V]` for the requested rows; float32 from the compiled kernels, else in the model's type.
     logits: Tensor
-    """``[R, V]`` for the requested rows; float32 from the compiled kernels, else in the model's
-    type."""
-
-    taps: tuple[Tensor, ...] = ()
-    """Per tapped layer, its output ``[M, hidden]`` in the model's type."""
+    taps: tuple[Tensor, ...] = ()  # per tapped layer, its output `[M, hidden]` in the model's type
 
 
 class AttentionObserver(Protocol):
@@ -86,9 +83,10 @@ class Decoder:
     to call from several threads that use different caches.
     """
 
+    mapped_bytes = 0  # of weights in the cache of a file, which the system counts as free
+
+    # How its products keep the bits of rows off the CPU; None: the library chooses by their number.
     products: FixedProducts | None = None
-    """How its products keep the bits of rows off the CPU; None: the library chooses by their
-    number."""
 
     def __init__(
         self,

@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from importlib.metadata import version
-from multiprocessing import get_context, parent_process
-from multiprocessing.connection import Connection
+from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor
 
 from paceline.decoder.config import DecoderConfig, UnsupportedModelError
+from paceline.decoder.sandbox import run_in_child
 from paceline.decoder.weights import Weight, WeightsOf, is_rotated
 from paceline.formats import FLOATS
 from paceline.kernels.linear import PackedMatrix
@@ -32,10 +32,9 @@ from paceline.kernels.linear import PackedMatrix
 _log = logging.getLogger(__name__)
 _FORMAT = 4
 _MAX_FILES = 256
-_CHILD_SECONDS = 60.0
+_CHILD_SECONDS, _CHILD_MEMORY = 60.0, 8 << 30
 
-_unwritable: set[Path] = set()
-"""Cache folders of which this was said."""
+_unwritable: set[Path] = set()  # cache folders of which this was said
 
 
 def remembered(facts: tuple[object, ...], make: Callable[[], Any]) -> Any:
@@ -101,33 +100,14 @@ def _complain(file: Path, error: OSError) -> None:
 
 def remembered_by_transformers(facts: tuple[object, ...], make: Callable[[], Any]) -> Any:
     """The same, where ``make`` imports transformers, which takes 130 MiB: a child process makes the
-    value and ends, unless transformers is imported anyway."""
-    return remembered(facts, lambda: _in_child(make))
-
-
-def _in_child(make: Callable[[], Any]) -> Any:
-    if "transformers" in sys.modules or sys.platform != "linux" or parent_process() is not None:
-        return make()
-    receiver, sender = get_context("fork").Pipe(duplex=False)
-    child = get_context("fork").Process(target=_send, args=(sender, make))
-    child.start()
-    sender.close()
-    try:
-        if receiver.poll(_CHILD_SECONDS):
-            return receiver.recv()
-    except EOFError:  # it failed: here is where to raise the error
-        pass
-    finally:
-        receiver.close()
-        child.kill()
-        child.join()
-    return make()
-
-
-def _send(sender: Connection, make: Callable[[], Any]) -> None:
-    torch.set_num_threads(1)  # a fork has no other threads
-    with suppress(Exception):
-        sender.send(make())
+    value and ends, unless this is one, or transformers is imported anyway."""
+    if "transformers" in sys.modules or parent_process() is not None:
+        return remembered(facts, make)
+    what = "to read a configuration"
+    return remembered(
+        facts,
+        lambda: run_in_child(lambda _: make(), what, seconds=_CHILD_SECONDS, memory=_CHILD_MEMORY),
+    )
 
 
 def file_facts(path: Path) -> tuple[object, ...]:
@@ -150,8 +130,7 @@ def about(path: Path) -> Iterator[None]:
 class ModelSource(ABC):
     """A model on disk. Tensors have their Hugging Face names."""
 
-    path: Path
-    """The folder or file."""
+    path: Path  # the folder or file
 
     @property
     @abstractmethod

@@ -26,11 +26,10 @@ from paceline.decoder.weights import Linear
 
 _log = logging.getLogger(__name__)
 
+# Numbers of rows that products have; others are padded with zeros, larger ones cut in pieces.
 FIXED_ROWS = (*range(64, 513, 64), 768, 1024)
-"""Numbers of rows that products have; others are padded with zeros, larger ones cut in pieces."""
 
-SLICES = FIXED_ROWS[:1]
-"""Numbers of rows where products of several sizes differ."""
+SLICES = FIXED_ROWS[:1]  # numbers of rows where products of several sizes differ
 
 _DIGEST_ROWS = 16
 
@@ -39,15 +38,11 @@ _DIGEST_ROWS = 16
 class FixedProducts:
     """How the products of a model are computed."""
 
+    # For each shape `OUTSxINS` the numbers of rows that its products have, or that they are sums of
+    # integers, which are exact in any order.
     rules: dict[str, str]
-    """For each shape ``OUTSxINS`` the numbers of rows that its products have, or that they are sums
-    of integers, which are exact in any order."""
-
-    differs: str
-    """Why the bits of a row still depend on other rows; empty if they do not."""
-
-    digest: str
-    """SHA-256 (hex) of test products."""
+    differs: str  # why the bits of a row still depend on other rows; empty if they do not
+    digest: str  # SHA-256 (hex) of test products
 
     def __str__(self) -> str:
         """What bits depend on: the rules with the shapes that have them, and the digest."""

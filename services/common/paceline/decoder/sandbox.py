@@ -47,7 +47,7 @@ def run_in_child(
         return work(progress)
     context = get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_work, args=(sender, work, memory), daemon=True)
+    child = context.Process(target=_work, args=(sender, work, memory))
     child.start()
     sender.close()
     deadline = monotonic() + seconds

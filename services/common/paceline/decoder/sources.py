@@ -214,11 +214,8 @@ class Origin:
     costs time and nothing else.
     """
 
-    tokens: str
-    """SHA-256 (hex) of the tokens by id; of nothing if the model has no tokenizer."""
-
-    weights: tuple[float, ...]
-    """Values spread over a matrix of the last layer."""
+    tokens: str  # SHA-256 (hex) of the tokens by id; of nothing if the model has no tokenizer
+    weights: tuple[float, ...]  # values spread over a matrix of the last layer
 
     @classmethod
     def of(cls, source: ModelSource) -> Self:

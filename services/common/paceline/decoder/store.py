@@ -35,7 +35,6 @@ from paceline.decoder.packed import (
     LAYOUT,
     PackedWeights,
     PackedWriter,
-    Parts,
     new_memory,
     read_header,
 )
@@ -112,23 +111,21 @@ class PackedModel:
         kv_cache_dtype: str = "auto",
         max_context: int | None = None,
         numerics: str = "portable",
-        weights: PackedWeights | None = None,
+        *,
+        share: bool = False,
     ) -> Decoder:
-        """Build the decoder, see :meth:`Decoder.load`; ``weights`` are those of its file if they
-        are mapped already. Raises ``UnsupportedModelError`` if it cannot run on the device."""
+        """Build the decoder, see :meth:`Decoder.load`; ``share``: see :class:`PackedWeights`.
+        Raises ``UnsupportedModelError`` if it cannot run on the device."""
         with about(self.path), torch.inference_mode():
             config = config_for(self.description.config, device, kv_cache_dtype, max_context)
-            parts: Parts
-            if self.source is not None:
-                parts = Packer(config, self.source.weights(config, device), device)
-            else:
-                parts = weights or self.weights()
-            return Decoder(config, parts, device, numerics)
-
-    def weights(self, *, share: bool = False) -> PackedWeights:
-        """Map its weights, if they are packed already; see :class:`PackedWeights`."""
-        assert self.file is not None
-        return PackedWeights(self.file.fileno(), share=share)
+            if self.file is None:
+                assert self.source is not None
+                packer = Packer(config, self.source.weights(config, device), device)
+                return Decoder(config, packer, device, numerics)
+            parts = PackedWeights(self.file.fileno(), share=share)
+            decoder = Decoder(config, parts, device, numerics)
+            decoder.mapped_bytes = parts.mapped_bytes
+            return decoder
 
 
 def prepare(

@@ -12,14 +12,13 @@ import grpc
 
 from paceline.drafter.connection import Parts
 from paceline.drafter.exchange import Exchange
-from paceline.drafter.kv.exchange import VerifierAccess
+from paceline.drafter.kv.exchange import KvExchange, VerifierAccess
 from paceline.drafter.methods.base import LoadError, Resources
 from paceline.drafter.spec import DrafterSpec
 from paceline.drafter.wiring import (
     drafter_registry,
     drafting_device,
     drafting_worker,
-    kv_readers,
 )
 from paceline.service import Service, ServiceError
 from paceline.service.phases import phases
@@ -218,9 +217,9 @@ def build_service(
         ValueError: There is no such device.
     """
     drafted_on = drafting_device(device)
-    kv = kv_readers(verifiers, access or VerifierAccess(), drafted_on)
+    kv = KvExchange(access or VerifierAccess(), drafted_on)
     # Drafts need not be the same on every machine.
-    resources = Resources(drafted_on, threads, "auto", kv.find_weights)
+    resources = Resources(drafted_on, threads, "auto")
     worker = drafting_worker(drafted_on, overlap)
     registry = drafter_registry(load, roots, resources, worker)
     parts = Parts(

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from paceline.drafter.kv.exchange import KvExchange, VerifierAccess
 from paceline.drafter.methods.base import Drafter, Resources
 from paceline.drafter.registry import Loader, Registry
 from paceline.drafter.spec import DrafterSpec, Roots
@@ -18,14 +17,6 @@ from paceline.drafter.worker import DraftWorker
 from paceline.service.runtime import trim
 
 _device_log = logging.getLogger("paceline.device")
-
-
-def kv_readers(verifiers: Sequence[str], access: VerifierAccess, device: str) -> KvExchange:
-    """Make what opens the KV and the packed weights of verifiers. Raises as
-    :func:`~paceline.drafter.service.build_service` for ``access``."""
-    kv = KvExchange(access, device)
-    kv.verifiers = [each for each in verifiers if not each.endswith("*")]
-    return kv
 
 
 def drafting_worker(device: str, overlap: bool | None) -> DraftWorker:

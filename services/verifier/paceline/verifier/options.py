@@ -127,7 +127,9 @@ class VerifierOptions:
         metavar="N",
     )
     share_weights: bool = option(
-        False, "share the packed weights with selfspec drafters on this host"
+        False,
+        "have one copy of the weights with the drafters on this host, also where the system has no "
+        "huge pages for files, which makes steps slower",
     )
     schedule: str = option(
         "auto",

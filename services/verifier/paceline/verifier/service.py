@@ -84,7 +84,6 @@ class VerifierService:
             self.engine,
             self.store,
             options.draft_socket,
-            None if loaded.weights is None else loaded.weights.fileno(),
             needs_token=needs_token,
         )
         self.exchange.on_tapped = self._capture_taps

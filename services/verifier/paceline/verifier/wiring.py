@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, sleep
-from typing import BinaryIO
 
 import torch
 
@@ -18,7 +17,6 @@ from paceline.decoder import (
     Decoder,
     GraphRunner,
     PackedModel,
-    PackedWeights,
     find_device,
     prepare,
     use_device,
@@ -58,8 +56,6 @@ class LoadedModel:
     decoder: Decoder
     info: ModelInfo  # its description for clients
     threads: int  # threads of the math library that run it
-    weights: BinaryIO | None  # the file of its packed weights, if drafters share them
-    mapped_bytes: int  # of weights in the cache of a file, which the system counts as free
     # With the times of its steps; None: every tree is verified as it comes.
     scheduler: Scheduler | None
 
@@ -88,8 +84,7 @@ def load_model(target: Path, options: VerifierOptions) -> LoadedModel:
     def load() -> LoadedModel:
         phases.begin("reading the weights")
         model = prepare(target, options.weights, options.lora, device, packing)
-        weights = model.weights(share=options.share_weights) if model.file is not None else None
-        decoder = load_target(model, options, device, weights)
+        decoder = load_target(model, options, device)
         phases.begin("checking the model")
         info = read_model_info(
             model,
@@ -111,8 +106,6 @@ def load_model(target: Path, options: VerifierOptions) -> LoadedModel:
             decoder,
             info,
             threads,
-            model.file if options.share_weights else None,
-            0 if weights is None else weights.mapped_bytes,
             scheduler,
         )
 
@@ -120,18 +113,18 @@ def load_model(target: Path, options: VerifierOptions) -> LoadedModel:
         return pool.submit(load).result()
 
 
-def load_target(
-    model: PackedModel,
-    options: VerifierOptions,
-    device: torch.device,
-    weights: PackedWeights | None = None,
-) -> Decoder:
-    """Build the decoder, of ``weights`` if they are mapped already. Raises ``ValueError`` if the
-    model or an option is not supported."""
+def load_target(model: PackedModel, options: VerifierOptions, device: torch.device) -> Decoder:
+    """Build the decoder. Raises ``ValueError`` if the model or an option is not supported."""
     _check_numerics(options.numerics, device)
     config = model.description.config.with_kv(options.kv_cache_dtype)
     numerics = numerics_for(config, "auto" if options.numerics == "auto" else "portable")
-    decoder = model.decoder(device, options.kv_cache_dtype, options.max_context, numerics, weights)
+    decoder = model.decoder(
+        device,
+        options.kv_cache_dtype,
+        options.max_context,
+        numerics,
+        share=options.share_weights,
+    )
     if device.type == "cuda":
         fixed = options.numerics == "auto"
         use_library_without_splits(fixed=fixed)
@@ -171,7 +164,7 @@ def kv_memory(model: LoadedModel, options: VerifierOptions) -> KvSpace:
     layout = KvLayout.of(config)
     kv_bytes = options.kv_bytes
     if kv_bytes is None:
-        kv_bytes = default_kv_bytes(device, options.gpu_memory, model.mapped_bytes)
+        kv_bytes = default_kv_bytes(device, options.gpu_memory, model.decoder.mapped_bytes)
     longest = _longest_text(layout, kv_bytes)
     warn_of_little_room(device, kv_bytes, longest, message.max_context)
     message.max_context = min(longest, message.max_context)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from paceline.service.exchange import request_files
 from paceline.service.interceptor import check_authorities
 from paceline.service.options import OptionsError
 from paceline.tokens import TokenError, check_encrypted, local_token
-from paceline.v1 import exchange_pb2, exchange_pb2_grpc, kv_pb2, kv_pb2_grpc
+from paceline.v1 import kv_pb2, kv_pb2_grpc
 
 if TYPE_CHECKING:
     # They import torch, which drafters that read no KV do not need.
@@ -103,8 +102,6 @@ class KvExchange:
             OSError: Another TLS file cannot be read.
         """
         self._device = device
-        self.verifiers: Sequence[str] = ()
-        """Addresses that :meth:`find_weights` asks."""
         self.metadata = access.metadata
         """Metadata of every call to an address."""
         self._credentials = access.credentials()
@@ -247,34 +244,6 @@ class KvExchange:
         await asyncio.gather(*self._closing)
         self._close_unused()
 
-    def find_weights(self, fingerprint: str, weights: str) -> int | None:
-        """Ask the verifiers for packed weights of a model. Blocking, for any other thread.
-
-        Args:
-            fingerprint: Of the model.
-            weights: Format of its weights.
-
-        Returns:
-            A descriptor that the caller closes; None: no verifier on this host shares them now.
-        """
-        request = exchange_pb2.GetWeightsRequest(target_fingerprint=fingerprint, weights=weights)
-        for address in self.verifiers:
-            with self._connect(grpc, address) as channel:
-                stub: Any = exchange_pb2_grpc.DraftExchangeServiceStub(channel)
-                with suppress(grpc.RpcError, OSError):  # not started yet, or on another host
-                    metadata = self.metadata(address)
-                    found = stub.GetWeights(request, metadata=metadata, timeout=CALL_SECONDS)
-                    if found.socket_path:
-                        files = request_files(found.socket_path, found.token, CALL_SECONDS)
-                        return files[0] if files else None
-        return None
-
-    def _connect(self, api: Any, address: str) -> Any:
-        """Open a channel of ``grpc``, which blocks, or ``grpc.aio``."""
-        if self._credentials is None:
-            return api.insecure_channel(address, options=_OPTIONS)
-        return api.secure_channel(address, self._credentials, options=_OPTIONS)
-
     def _follow(self, address: str) -> Any:
         """Open a FollowCache call."""
         if self._closed:
@@ -306,7 +275,12 @@ class KvExchange:
     def channel(self, address: str) -> grpc.aio.Channel:
         """Returns the channel to a verifier, which is opened if there is none."""
         if address not in self._channels:
-            self._channels[address] = self._connect(grpc.aio, address)
+            channel = (
+                grpc.aio.insecure_channel(address, options=_OPTIONS)
+                if self._credentials is None
+                else grpc.aio.secure_channel(address, self._credentials, options=_OPTIONS)
+            )
+            self._channels[address] = channel
         return self._channels[address]
 
     def drop(self, address: str) -> None:

@@ -113,10 +113,6 @@ class Resources:
     numerics: str = "portable"
     """How programs multiply bfloat16, as :func:`paceline.kernels.choose_numerics` has it."""
 
-    find_weights: Callable[[str, str], int | None] = field(default=lambda *_: None)
-    """Asks the verifiers for packed weights of a model, by its fingerprint and their format;
-    returns a descriptor, which the caller closes, or None. Blocking."""
-
 
 class SharedGrowth(Protocol):
     """How the trees of several sequences grow together, such as

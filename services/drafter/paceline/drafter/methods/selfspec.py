@@ -11,8 +11,6 @@ to a small survival (``min_survival``); the verifier corrects the confidences wh
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +22,6 @@ from paceline.checks import check_range
 from paceline.decoder import (
     Decoder,
     LocalCache,
-    PackedWeights,
     prepare,
 )
 from paceline.drafter.growth.host import HostGrowth, forward_parts
@@ -57,7 +54,6 @@ MAX_NEW_TOKENS = 128
 a lost connection, catching up would take longer than a draft saves: the tree is empty.
 Unit: tokens."""
 
-_SHARED_WEIGHTS_TIMEOUT = 60.0
 """Longest wait for the verifier's weights. Unit: seconds."""
 
 
@@ -146,8 +142,9 @@ class SelfSpecOptions(TreeOptions, KvOptions):
     """KV budget as a share of the text, where that is more than ``context``. SpecAttn uses 0.07."""
 
     share_weights: str = "auto"
-    """Whether to use the weights of a verifier on this host with --share-weights: always (the
-    drafter waits for them), never, or auto: if they are available at once."""
+    """Whether to have one copy of the weights with a verifier on this host that has them in the
+    same format: always, also where the system has no huge pages for files (then the verifier needs
+    --share-weights), or auto: where it has."""
 
     lora: str = ""
     """Folder of the target's LoRA adapter; empty: it has none."""
@@ -158,7 +155,7 @@ class SelfSpecOptions(TreeOptions, KvOptions):
         self.check_drafted()
         check_context(self.context)
         check_range("ratio", self.ratio, 0.0, 1.0)
-        check_choice("share_weights", self.share_weights, ("auto", "always", "never"))
+        check_choice("share_weights", self.share_weights, ("auto", "always"))
 
 
 class SelfSpecDrafter(Drafter):
@@ -189,12 +186,18 @@ class SelfSpecDrafter(Drafter):
         )
         about = model.description
         fit = replace(read_fit(folder), target_fingerprint=about.fingerprint)
-        shared = _shared_weights(about.fingerprint, about.config.weights, parsed, resources)
+        share = parsed.share_weights == "always"
+        if share and device != "cpu":
+            raise LoadError(
+                "INVALID_OPTION",
+                f"weights are shared in main memory, and this drafter runs on {device}; use "
+                "share_weights=auto",
+            )
         decoder = load_model(
-            folder, resources, model.decoder, device, numerics=resources.numerics, weights=shared
+            folder, resources, model.decoder, device, numerics=resources.numerics, share=share
         )
         refuse_recurrent(cls.method, decoder.config)
-        return cls(decoder, parsed, fit, 0 if shared else about.source_bytes)
+        return cls(decoder, parsed, fit, 0 if share else about.source_bytes)
 
     def start(self, generation: GenerationInfo) -> GrownSequence[SelfSpecPasses]:
         text = GrownText(self.settings, generation)
@@ -210,40 +213,3 @@ class SelfSpecDrafter(Drafter):
         logits = forward_parts(run, parts, self.decoder.device)
         for each, its in zip(growing, logits, strict=True):
             each.add_level(its)
-
-
-def _shared_weights(
-    fingerprint: str, weights: str, options: SelfSpecOptions, resources: Resources
-) -> PackedWeights | None:
-    """Maps a verifier's weights, if the options allow it and they exist. Raises ``LoadError``:
-    ``share_weights=always``, but no verifier shares them or the device cannot use them."""
-    device = resources.device
-    if options.share_weights == "always" and device != "cpu":
-        raise LoadError(
-            "INVALID_OPTION",
-            f"weights are shared in main memory, and this drafter runs on {device}; use "
-            "share_weights=never",
-        )
-    if options.share_weights == "never" or device != "cpu":
-        return None
-    wait = _SHARED_WEIGHTS_TIMEOUT if options.share_weights == "always" else 0.0
-    deadline = time.monotonic() + wait
-    while (file := resources.find_weights(fingerprint, weights)) is None:
-        if time.monotonic() >= deadline:
-            break
-        time.sleep(0.1)
-    try:
-        if file is not None:
-            return PackedWeights(file, share=True)
-        why = f"no verifier that --verifier names shares weights of this model as {weights}"
-    except (OSError, ValueError) as error:
-        why = str(error)
-    finally:
-        if file is not None:
-            os.close(file)
-    if options.share_weights == "always":
-        raise LoadError(
-            "WEIGHTS_NOT_SHARED",
-            f"{why}; start the verifier with --share-weights, or use share_weights=never",
-        )
-    return None

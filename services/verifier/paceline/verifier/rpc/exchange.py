@@ -47,7 +47,7 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
     A service is offered a Unix socket, which the engine thread reads itself; one that cannot open
     it uses the stream of its Join call. Who opens it shows the random token that was sent over the
     authenticated Join call. Who shows the read grant of a cache instead gets the descriptors of its
-    memory, and with the token of GetWeights that of the packed weights. Used on the event loop.
+    memory. Used on the event loop.
     """
 
     def __init__(
@@ -56,7 +56,6 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
         engine: DraftingThread,
         store: CacheStore | None,
         path: str | None = None,
-        weights: int | None = None,
         *,
         needs_token: bool = False,
         review: Callable[[exchange_pb2.DrafterList], None] | None = None,
@@ -67,7 +66,6 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
 
         ``path`` is the file of the Unix socket, which drafter services must see under the same
         path; None if it has an abstract name, for the network namespace of this process.
-        ``weights`` is the descriptor of the packed weights; None if they are not shared.
         ``needs_token`` says that calls need one: then its holders may connect as other users.
         ``review`` removes drafters that cannot be used from a list, or raises ``ServiceError`` for
         the service."""
@@ -75,10 +73,8 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
         self._engine = engine
         self._store = store
         self.path = path or f"@paceline-{secrets.token_hex(8)}"
-        self._weights = weights
         self._needs_token = needs_token
         self._review = review or (lambda drafters: None)
-        self._weights_token = secrets.token_bytes(_TOKEN_BYTES)
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         self._expected: dict[bytes, asyncio.Future[FramedSocket]] = {}
@@ -164,15 +160,6 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
             link.end(
                 ServiceError.unavailable("DRAINING", "the verifier is shutting down; join again")
             )
-
-    async def GetWeights(
-        self, request: exchange_pb2.GetWeightsRequest, context: Any
-    ) -> exchange_pb2.GetWeightsResponse:
-        """Tell where the packed weights are, if they are those."""
-        own = self._model.target_fingerprint, self._model.weights
-        if self._weights is None or (request.target_fingerprint, request.weights) != own:
-            return exchange_pb2.GetWeightsResponse()
-        return exchange_pb2.GetWeightsResponse(socket_path=self.path, token=self._weights_token)
 
     async def Join(self, request_iterator: Any, context: Any) -> None:
         """Serve the connection of one drafter service until it ends."""
@@ -403,10 +390,8 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
         return False
 
     def _files(self, token: bytes) -> list[int]:
-        """The descriptors that a token or read grant stands for. Raises ``CacheNotFound`` if there
-        is none."""
-        if token == self._weights_token and self._weights is not None:
-            return [self._weights]
+        """The descriptors that a read grant stands for. Raises ``CacheNotFound`` if there is
+        none."""
         if self._store is None:
             raise CacheNotFound("there are no caches to map")
         return self._store.find_granted(token).sequence.kv.files
