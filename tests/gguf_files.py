@@ -16,7 +16,7 @@ from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file
 from torch import Tensor
 
-from paceline.decoder import plain_folder
+from paceline.train.blocks import plain_folder
 
 ARCHITECTURES = {
     "mistral": "llama",

@@ -16,12 +16,11 @@ from paceline.decoder import (
     Decoder,
     LocalCache,
     UnsupportedModelError,
-    plain_folder,
-    store_blocks,
     weights_fingerprint,
 )
 from paceline.decoder.weights import Checkpoint
 from paceline.kernels.quantised import quantise
+from paceline.train.blocks import plain_folder, store_blocks
 
 MATRIX = "model.layers.0.mlp.gate_proj.weight"
 INT4 = {"int8": (), "int4": ("",), "both": (".mlp.", "embed_tokens")}

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from paceline.cli.main import main
 from paceline.client import Client
-from paceline.decoder import store_blocks
 from paceline.harness import ServiceProcess
+from paceline.train.blocks import store_blocks
 
 TOKENS = 24
 

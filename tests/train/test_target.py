@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from paceline.decoder import plain_folder
+from paceline.train.blocks import plain_folder
 from paceline.train.corpus import Corpus
 from paceline.train.loop import Clock
 from paceline.train.model import build_model, text_loss

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.decoder import Decoder, ModelSource, open_model, store_blocks
+from paceline.decoder import Decoder, ModelSource, open_model
 from paceline.drafter.methods.checkpoint import load_weights
 from paceline.drafter.methods.dspark import DSparkConfig, DSparkModel, read_dspark, save_dspark
 from paceline.train.batches import PADDING, Answers, Batches, Rows
+from paceline.train.blocks import store_blocks
 from paceline.train.calibration import fit_temperatures
 from paceline.train.conversations import OwnTexts
 from paceline.train.drafters import Heldout, LayerDrafterModel, Objective, parameters

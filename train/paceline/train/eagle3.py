@@ -10,10 +10,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from paceline.decoder import ModelSource, store_blocks
+from paceline.decoder import ModelSource
 from paceline.drafter.methods.checkpoint import load_weights
 from paceline.drafter.methods.eagle3 import Eagle3Config, Eagle3Model, read_eagle3, save_eagle3
 from paceline.train.batches import Batches, Rows
+from paceline.train.blocks import store_blocks
 from paceline.train.conversations import OwnTexts
 from paceline.train.drafters import LayerDrafterModel, Objective, parameters, trained_levels
 from paceline.train.loop import Loss

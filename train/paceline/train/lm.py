@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.decoder import store_blocks
 from paceline.drafter import Drafter, Resources
 from paceline.drafter.methods import method_class
 from paceline.drafter.methods.checkpoint import CONFIG_FILE
 from paceline.train.batches import Batches
+from paceline.train.blocks import store_blocks
 from paceline.train.corpus import Corpus, save_tokenizer
 from paceline.train.drafters import (
     DrafterModel,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import DynamicCache
 
-from paceline.decoder import Decoder, ModelSource, store_blocks
+from paceline.decoder import Decoder, ModelSource
 from paceline.decoder.weights import Checkpoint
 from paceline.drafter.methods.layers import apply_rope, split_heads
 from paceline.drafter.methods.longspec import (
@@ -24,6 +24,7 @@ from paceline.drafter.methods.longspec import (
 from paceline.drafter.methods.longspec.module import DenseLongSpecLayer
 from paceline.kernels import SINKS
 from paceline.train.batches import PADDING, Batches, Prefixes, Rows
+from paceline.train.blocks import store_blocks
 from paceline.train.conversations import OwnTexts
 from paceline.train.corpus import Corpus, encode_all, load_tokenizer
 from paceline.train.drafters import (

@@ -17,7 +17,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from paceline.decoder import open_model, plain_folder, store_blocks
+from paceline.decoder import open_model
+from paceline.train.blocks import plain_folder, store_blocks
 from paceline.train.corpus import Documents
 from paceline.train.presets import Preset
 from paceline.train.run import Progress, cleared

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from paceline.decoder import ModelSource, open_model, store_blocks
+from paceline.decoder import ModelSource, open_model
 from paceline.decoder.folder_files import read_object
 from paceline.decoder.pack import read_norm
 from paceline.drafter.methods.base import SECTION
@@ -18,6 +18,7 @@ from paceline.drafter.methods.checkpoint import CONFIG_FILE
 from paceline.drafter.methods.mtp import MtpConfig, MtpModel, save_mtp
 from paceline.drafter.methods.mtp.config import load_mtp
 from paceline.train.batches import Batches, Rows
+from paceline.train.blocks import store_blocks
 from paceline.train.conversations import OwnTexts
 from paceline.train.drafters import LayerDrafterModel, Objective, parameters
 from paceline.train.loop import Loss

@@ -24,8 +24,9 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.utils import logging
 
-from paceline.decoder import Decoder, LocalCache, plain_folder
+from paceline.decoder import Decoder, LocalCache
 from paceline.kernels import QueryBlock, plan_trees
+from paceline.train.blocks import plain_folder
 
 CHUNK = 256  # rows of a prefill chunk, as the engine cuts a prompt; only its last row has logits
 _TRANSFORMERS_CHUNK = 2048  # tokens of a prefill that go through transformers at once

@@ -21,8 +21,8 @@ from openai import APIConnectionError, AsyncOpenAI, InternalServerError
 
 from paceline.bench.services import ALWAYS, services
 from paceline.client import DraftOptions, Generation
-from paceline.decoder import plain_folder
 from paceline.service.cpus import usable_cpus
+from paceline.train.blocks import plain_folder
 
 NONE = "none"  # the mode without speculation, the first of every engine
 # Ends of the modes that draft in every round: after the step, and while the verifier works.

@@ -19,7 +19,6 @@ from paceline.decoder.pack import Packer
 from paceline.decoder.packed import PackedWeights
 from paceline.decoder.sources import load_config, open_model, weights_fingerprint
 from paceline.decoder.store import PackedModel, convert, prepare
-from paceline.decoder.weights import plain_folder, store_blocks
 from paceline.kernels import KVCacheView
 
 __all__ = [
@@ -45,10 +44,8 @@ __all__ = [
     "find_device",
     "load_config",
     "open_model",
-    "plain_folder",
     "prepare",
     "receive",
-    "store_blocks",
     "use_device",
     "wait_for",
     "weights_fingerprint",

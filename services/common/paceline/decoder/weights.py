@@ -4,7 +4,6 @@ fingerprints of models."""
 from __future__ import annotations
 
 import hashlib
-import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -49,15 +48,15 @@ _BITS = {"int8": 8, "int4": 4}
 W = TypeVar("W", bound=Weight)
 
 _INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
+SINGLE = "model.safetensors"
 _READ_BYTES = 1 << 22
 _MAX_INDEX = 64 << 20
-_SCALE, _MINIMUM = ".scale", ".minimum"
+SCALE, MINIMUM = ".scale", ".minimum"
 _TEXT_PART = "language_model."  # part of the names in models of texts and images, which is left out
 
 # What a matrix in blocks has beside its values, by the format in a safetensors file's metadata; in
 # the second, matrices are in blocks of 8 or 4 bits.
-_PARTS = {"paceline-int8": (_SCALE,), "paceline-int4": (_SCALE, _MINIMUM)}
+_PARTS = {"paceline-int8": (SCALE,), "paceline-int4": (SCALE, MINIMUM)}
 
 
 class Tensors(Mapping[str, W]):
@@ -106,7 +105,7 @@ class WeightsOf(Tensors[Weight]):
             if self._weights == "int8":
                 self._kept[name] = found.bits
         elif bits:
-            found = _quantise(name, plain(found, torch.float32), bits)
+            found = quantise_tensor(name, plain(found, torch.float32), bits)
         plain_format = self._weights in FLOATS
         quantised = not plain_format and self._device.type == "cpu"
         if isinstance(found, QuantisedMatrix) and quantised:
@@ -168,7 +167,7 @@ def in_int8(
     return matrix if is_rotated("int8", device) else pack_rotated(matrix, bias)
 
 
-def _quantise(name: str, weight: Tensor, bits: int) -> QuantisedMatrix:
+def quantise_tensor(name: str, weight: Tensor, bits: int) -> QuantisedMatrix:
     try:
         return quantise(weight, bits)
     except ValueError as error:
@@ -192,17 +191,17 @@ def weight_files(folder: str | Path) -> list[Path]:
             if not name or Path(name).name != name or not (base / name).is_file():
                 raise UnsupportedModelError(f"{base / _INDEX} names {name!r}, which does not exist")
         return [base / name for name in names]
-    if (base / _SINGLE).is_file():
-        return [base / _SINGLE]
+    if (base / SINGLE).is_file():
+        return [base / SINGLE]
     raise UnsupportedModelError(
-        f"{base} has neither {_SINGLE} nor {_INDEX}; only safetensors weights are loaded"
+        f"{base} has neither {SINGLE} nor {_INDEX}; only safetensors weights are loaded"
     )
 
 
 class Checkpoint(Tensors[Tensor]):
     """Tensors of a folder by name, which are not cached.
 
-    A matrix in blocks of 8 or 4 bits (:func:`store_blocks`) comes as bfloat16 values.
+    A matrix in blocks of 8 or 4 bits (``paceline.train.blocks``) comes as bfloat16 values.
     """
 
     def __init__(
@@ -252,7 +251,7 @@ class Checkpoint(Tensors[Tensor]):
         """A tensor in the type of the file; bfloat16 if it is in blocks. Raises
         ``UnsupportedModelError``: blocks of other types or shapes, or it cannot be read."""
         file, stored = self._names[name]
-        parts = [part for part in (_SCALE, _MINIMUM) if (file, stored + part) in self._parts]
+        parts = [part for part in (SCALE, MINIMUM) if (file, stored + part) in self._parts]
         try:
             found: Tensor = file.get_tensor(stored)
             beside = {part: file.get_tensor(stored + part) for part in parts}
@@ -275,19 +274,19 @@ class Checkpoint(Tensors[Tensor]):
 
     def _bits(self, name: str) -> int:
         file, stored = self._names[name]
-        if (file, stored + _MINIMUM) in self._parts:
+        if (file, stored + MINIMUM) in self._parts:
             return 4
-        return 8 if (file, stored + _SCALE) in self._parts else 0
+        return 8 if (file, stored + SCALE) in self._parts else 0
 
 
 def _values(name: str, values: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
     """bfloat16 ``[outs, ins]`` of blocks: int8 ``[outs, ins]`` with float16 scales ``[outs, ins /
     32]``, or uint8 ``[outs, ins / 2]`` with such scales and minima. Raises
     ``UnsupportedModelError``: they have other types or shapes, or are not finite."""
-    kind, halves, beside = torch.int8, 1, {_SCALE}
+    kind, halves, beside = torch.int8, 1, {SCALE}
     expected = f"int8 [outs, ins] with finite float16 scales [outs, ins / {QUANT_BLOCK}]"
-    if _MINIMUM in parts:
-        kind, halves, beside = torch.uint8, 2, {_SCALE, _MINIMUM}
+    if MINIMUM in parts:
+        kind, halves, beside = torch.uint8, 2, {SCALE, MINIMUM}
         expected = (
             "uint8 [outs, ins / 2] with finite float16 scales and minima "
             f"[outs, ins / {QUANT_BLOCK}]"
@@ -304,68 +303,10 @@ def _values(name: str, values: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
     if halves == 2:
         packed = values.view(len(values), -1, QUANT_BLOCK // 2)
         values = torch.cat([packed & 15, packed >> 4], dim=-1)
-    blocks = values.reshape(len(values), -1, QUANT_BLOCK).float() * parts[_SCALE].float()[..., None]
+    blocks = values.reshape(len(values), -1, QUANT_BLOCK).float() * parts[SCALE].float()[..., None]
     if halves == 2:
-        blocks += parts[_MINIMUM].float()[..., None]
+        blocks += parts[MINIMUM].float()[..., None]
     return blocks.flatten(1).bfloat16()
-
-
-def store_blocks(folder: Path, int4: Sequence[str] = ()) -> None:
-    """Rewrite the safetensors file of a folder with its matrices in blocks of 32 inputs.
-
-    A matrix ``NAME`` becomes int8 ``NAME`` and float16 ``NAME.scale``: one scale for 32 inputs, by
-    the rule of llama.cpp's Q8_0. Matrices whose names contain a string of ``int4`` become 4 bits
-    with float16 ``NAME.scale`` and ``NAME.minimum`` (:func:`paceline.kernels.quantised.quantise`):
-    a block of ``NAME``, uint8 ``[outs, ins / 2]``, has its first 16 inputs in the low halves of its
-    bytes and the others in the high ones, as in llama.cpp's Q4_1. Other tensors of floats become
-    bfloat16, and so do matrices whose inputs are not a multiple of 32. :func:`plain_folder` writes
-    a folder that other software reads. Raises ``UnsupportedModelError``: the folder has no weight
-    file or several, or a weight is too large for a float16 scale.
-    """
-    from safetensors.torch import save_file
-
-    file = folder / _SINGLE
-    if weight_files(folder) != [file]:
-        raise UnsupportedModelError(f"the weights of {folder} are in several files, expected one")
-    weights, stored = Checkpoint(folder, torch.float32), dict[str, Tensor]()
-    for name in weights:
-        tensor = weights.stored(name)
-        if not tensor.is_floating_point():
-            stored[name] = tensor
-        elif tensor.ndim != 2 or tensor.shape[1] % QUANT_BLOCK:
-            stored[name] = tensor.bfloat16()
-        elif any(part in name for part in int4):
-            blocks = _quantise(name, tensor, 4)
-            assert blocks.minimum is not None
-            low, high = blocks.values.view(len(tensor), -1, 2, QUANT_BLOCK // 2).unbind(2)
-            stored[name] = (low | high << 4).flatten(1)
-            stored[name + _SCALE] = blocks.scale.half()
-            stored[name + _MINIMUM] = blocks.minimum.half()
-        else:
-            blocks = _quantise(name, tensor, 8)
-            stored[name] = (blocks.values.to(torch.int16) - blocks.offset).to(torch.int8)
-            stored[name + _SCALE] = blocks.scale.half()
-    fresh = file.with_suffix(".partial")
-    form = "paceline-int4" if any(name.endswith(_MINIMUM) for name in stored) else "paceline-int8"
-    save_file(stored, fresh, metadata={"format": form})
-    fresh.replace(file)
-
-
-def plain_folder(folder: Path, copy: Path) -> Path:
-    """A folder of the same model that transformers reads: ``folder`` itself, unless its weights are
-    in blocks. Then ``copy``, which is written with plain bfloat16 tensors."""
-    from safetensors.torch import save_file
-
-    weights = Checkpoint(folder, torch.bfloat16)
-    if not weights.bits:
-        return folder
-    copy.mkdir(parents=True, exist_ok=True)
-    for path in folder.iterdir():
-        if path.is_file() and path.name != _SINGLE:
-            shutil.copyfile(path, copy / path.name)
-    tensors = {name: weights.stored(name) for name in weights}
-    save_file(tensors, copy / _SINGLE, metadata={"format": "pt"})
-    return copy
 
 
 def take(weights: Mapping[str, W], name: str, shape: tuple[int, ...]) -> W:
