@@ -30,9 +30,7 @@ SAY_IT = {
     "usage",
     "stats",
     "address",
-}
-"""Fields whose names say what they are."""
-
+}  # fields whose names say what they are
 TYPES = [
     each
     for each in map(vars(client).get, client.__all__)
@@ -99,8 +97,7 @@ def test_packages_list_what_they_export(name: str) -> None:
     assert len(set(package.__all__)) == len(package.__all__)
 
 
-ANY: Any = client
-"""The package without types, for wrong calls."""
+ANY: Any = client  # the package without types, for wrong calls
 
 
 @pytest.mark.parametrize(

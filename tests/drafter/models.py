@@ -340,9 +340,7 @@ class Oracle:
         return emitted
 
 
-LogitsAfter = Callable[[tuple[int, ...]], torch.Tensor]
-"""Logits ``[V]`` after a drafted path."""
-
+LogitsAfter = Callable[[tuple[int, ...]], torch.Tensor]  # logits ``[V]`` after a drafted path
 Adjustment = Callable[[tuple[int, ...], torch.Tensor], torch.Tensor]
 """Changes the logs of confidences after a path, ``[V]``."""
 

@@ -55,8 +55,7 @@ class KvVerifier:
 
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
-        self.hangs = False
-        """It does not answer."""
+        self.hangs = False  # it does not answer
         self.requests: list[bytes] = []
 
     async def share(self, read_grant: bytes) -> int | None:

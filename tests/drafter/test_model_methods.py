@@ -37,8 +37,7 @@ from .models import (
 
 METHODS = ("lm", "longspec", "dspark", "eagle3", "mtp", "selfspec")
 READERS = METHODS[1:]
-BUDGETS = ("lm, streaming", "lm, chunk_topk")
-"""``lm`` under a KV budget, by policy."""
+BUDGETS = ("lm, streaming", "lm, chunk_topk")  # ``lm`` under a KV budget, by policy
 
 
 @dataclass
@@ -46,8 +45,7 @@ class Method:
     """A loaded drafter, and made-up data of the target for its generations."""
 
     drafter: Any
-    field: str = ""
-    """Field of ``GenerationInfo`` that holds the data; empty: it reads none."""
+    field: str = ""  # field of ``GenerationInfo`` that holds the data; empty: it reads none
 
     def source(self, committed: int, seed: int = 0) -> Any:
         make = made_up_states if self.field == "states" else made_up_kv

@@ -93,17 +93,13 @@ class Peer:
     def __init__(self, drafters: exchange_pb2.DrafterList, context: Any, carrier: str) -> None:
         self.lists = [drafters]
         self.carrier = carrier
-        self.messages: list[exchange_pb2.JoinRequest] = []
-        """With trees, or answers to sequences."""
+        self.messages: list[exchange_pb2.JoinRequest] = []  # with trees, or answers to sequences
         self.texts: dict[int, Text] = {}
         self.ended = asyncio.Event()
-        self.leave = asyncio.Event()
-        """Set it to end the connection."""
-        self.takes_lists = asyncio.Event()
-        """Clear it to leave changed lists of drafters unanswered."""
+        self.leave = asyncio.Event()  # set it to end the connection
+        self.takes_lists = asyncio.Event()  # clear it to leave changed lists of drafters unanswered
         self.takes_lists.set()
-        self.closes = True
-        """Close all sequences when the service leaves."""
+        self.closes = True  # close all sequences when the service leaves
         self.socket: asyncio.StreamWriter | None = None
         self.context = context
         self.writing = asyncio.Lock()
@@ -171,8 +167,7 @@ class Peer:
             text.answers.put_nowait(ConnectionError("the connection ended"))
 
 
-Share = Callable[[bytes], Awaitable[int | None]]
-"""Returns a descriptor for a read grant."""
+Share = Callable[[bytes], Awaitable[int | None]]  # returns a descriptor for a read grant
 
 
 async def share_nothing(read_grant: bytes) -> int | None:
@@ -193,8 +188,7 @@ class ExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
         self.joined = exchange_pb2.Joined(vocab_size=VOCAB, max_tree_nodes=255, instance_id="fake")
         self.peers: list[Peer] = []
         self.metadata: list[dict[str, Any]] = []
-        self.refuse = False
-        """Refuse Join calls."""
+        self.refuse = False  # refuse Join calls
         self.socket_path = socket_path
         self.tokens: dict[bytes, asyncio.Future[tuple[Any, Any]]] = {}
         self.share = share

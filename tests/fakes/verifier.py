@@ -88,8 +88,7 @@ class Cache:
 
     tokens: list[int]
     request: verifier_pb2.CreateCacheRequest
-    position: int
-    """Output tokens of the generation so far."""
+    position: int  # output tokens of the generation so far
     finish_reason: int = 0
     streams: int = 0
     emitted: verifier_pb2.RoundResult = field(default_factory=verifier_pb2.RoundResult)

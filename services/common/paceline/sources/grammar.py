@@ -30,21 +30,13 @@ _PROBES = 4
 """Tokens of the free text seen last. A place that takes all of them but one is free text too: to
 try them takes a twentieth of the time of finding all tokens that are allowed."""
 
-_SURE = 0.98
-"""Confidence of a token that is the only one allowed."""
-
+_SURE = 0.98  # confidence of a token that is the only one allowed
 _LEAST = 0.3
 """A path ends before a token that is less likely than this to be accepted, its path included."""
 
-_PLACES = 8192
-"""Places that are remembered of an owner, those seen last; some 200 bytes each."""
-
-_MEMORY = 0.9
-"""Weight of older observations of a place with each new one."""
-
-_ANY = -1
-"""Stands for the token before a place where it does not count."""
-
+_PLACES = 8192  # places that are remembered of an owner, those seen last; some 200 bytes each
+_MEMORY = 0.9  # weight of older observations of a place with each new one
+_ANY = -1  # stands for the token before a place where it does not count
 Place = tuple[str, int, int]
 """"tokens", hash of the tokens allowed there, and the token before it or :data:`_ANY`; or "form",
 hash of the punctuation allowed there, and the last character before it."""
@@ -104,14 +96,9 @@ class TokenForms:
 class Spot(NamedTuple):
     """Where a token is chosen."""
 
-    allowed: bytes
-    """Tokens that may come, 8 a byte, the lowest id in the lowest bit."""
-
-    before: int
-    """The token before it."""
-
-    indent: int
-    """Blanks behind the last line break; -1: there was none."""
+    allowed: bytes  # tokens that may come, 8 a byte, the lowest id in the lowest bit
+    before: int  # the token before it
+    indent: int  # blanks behind the last line break; -1: there was none
 
     def allows(self, token: int) -> bool:
         """Whether a token may come."""
@@ -153,11 +140,8 @@ class Constraint(Protocol):
 class Choice(NamedTuple):
     """What is known of a place."""
 
-    token: int | Indent
-    """The token chosen last, or a choice of form."""
-
-    again: Ratio
-    """How often the one chosen before was chosen again."""
+    token: int | Indent  # the token chosen last, or a choice of form
+    again: Ratio  # how often the one chosen before was chosen again
 
 
 class GrammarPlaces:

@@ -27,15 +27,12 @@ _FACTOR, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 _LAST = (1 << 32) - 1  # positions are stored in 32 bits
 
-_PRIOR_WEIGHT = 8.0
-"""Weight of the prior, as a number of observations."""
-
+_PRIOR_WEIGHT = 8.0  # weight of the prior, as a number of observations
 _PRIORS = (0.0, 0.2, 0.45, 0.57, 0.66)
 """How often matches of so many tokens continue, where nothing is known: between what answers of a
 model and Python sources gave. Longer ones of n tokens do with n / (n + 2)."""
 
-_SHARED_SIZES = (2, 4)
-"""n-grams in the index of an owner's texts."""
+_SHARED_SIZES = (2, 4)  # n-grams in the index of an owner's texts
 
 
 class NgramIndex:
@@ -48,8 +45,7 @@ class NgramIndex:
 
     def __init__(self, text: Sequence[int], min_n: int, max_n: int) -> None:
         """Make an index of a text, which grows elsewhere, without any token of it."""
-        self.length = 0
-        """Tokens of the text that are in the index."""
+        self.length = 0  # tokens of the text that are in the index
         self._text = text
         self._min, self._max = min_n, max_n
         self._latest: dict[int, int] = {}
@@ -279,29 +275,18 @@ class NgramOptions:
     """Longest n-gram in the index of a text. Up to 5, trees have 0.1% more accepted tokens, and
     take a tenth longer. Unit: tokens."""
 
-    min_n: int = 1
-    """Shortest match in the text itself that drafts. Unit: tokens."""
-
+    min_n: int = 1  # shortest match in the text itself that drafts, in tokens
     continuations: int = 4
     """Maximum matches of each source that a tree is merged from: the newest of the longest."""
 
-    match_limit: int = 32
-    """Matches are measured up to this length. Unit: tokens."""
-
-    min_survival: float = 0.05
-    """Nodes less likely than this to be accepted are left out."""
-
-    max_nodes: int = 32
-    """Maximum number of nodes of a tree."""
-
-    depth: int = 32
-    """Longest path. Unit: tokens."""
-
+    match_limit: int = 32  # matches are measured up to this length, in tokens
+    min_survival: float = 0.05  # nodes less likely than this to be accepted are left out
+    max_nodes: int = 32  # maximum number of nodes of a tree
+    depth: int = 32  # longest path, in tokens
     shared_tokens: int = 1 << 20
     """Tokens of ended texts that are kept for each owner, the newest; 0: none are."""
 
-    owners: int = 16
-    """Owners whose texts are kept: those who generated last."""
+    owners: int = 16  # owners whose texts are kept: those who generated last
 
     def __post_init__(self) -> None:
         check_range("max_n", self.max_n, 1, 16)
@@ -330,14 +315,9 @@ class Continuation(NamedTuple):
     """Tokens that followed one or more matches."""
 
     tokens: tuple[int, ...]
-    match: int
-    """Length of the longest of these matches. Unit: tokens."""
-
-    weight: int
-    """Sum of the squared lengths of these matches."""
-
-    statistics: MatchStatistics
-    """Statistics of the source of the longest match."""
+    match: int  # length of the longest of these matches, in tokens
+    weight: int  # sum of the squared lengths of these matches
+    statistics: MatchStatistics  # statistics of the source of the longest match
 
 
 class NgramSource:

@@ -17,27 +17,15 @@ from paceline.sources.owners import Owners
 from paceline.sources.ratio import Ratio
 from paceline.tree import EMPTY, TokenTree, grow
 
-WIDTH = 8
-"""Candidates that are kept of a row."""
-
-_LONGEST = 3
-"""Longest context that candidates are kept for. Unit: tokens."""
-
-_BRANCHES = 4
-"""Maximum number of children of a node."""
-
-_BUCKETS = 8
-"""Groups of probabilities that share their counts."""
-
+WIDTH = 8  # candidates that are kept of a row
+_LONGEST = 3  # longest context that candidates are kept for, in tokens
+_BRANCHES = 4  # maximum number of children of a node
+_BUCKETS = 8  # groups of probabilities that share their counts
 _PRIOR_WEIGHT = 4.0
 """Weight of the target's own probability in a confidence, as a number of observations."""
 
-_MEMORY = 0.998
-"""Weight of older observations with each new one."""
-
-Context = tuple[int, ...]
-"""The newest tokens of a path, at most three."""
-
+_MEMORY = 0.998  # weight of older observations with each new one
+Context = tuple[int, ...]  # the newest tokens of a path, at most three
 Rank = Callable[[int, Sequence[int], Sequence[float]], Sequence[int]]
 """Orders the candidates for an absolute position, best first, by their token ids and
 probabilities. Returns their indices."""
@@ -50,14 +38,9 @@ class RecycleOptions:
     contexts: int = 1 << 15
     """Contexts that are kept of each owner, those seen last; some 250 bytes each."""
 
-    owners: int = 8
-    """Owners whose contexts are kept: those who generated last."""
-
-    max_nodes: int = 16
-    """Maximum number of nodes of a tree."""
-
-    min_survival: float = 0.05
-    """Nodes less likely than this to be accepted are left out."""
+    owners: int = 8  # owners whose contexts are kept: those who generated last
+    max_nodes: int = 16  # maximum number of nodes of a tree
+    min_survival: float = 0.05  # nodes less likely than this to be accepted are left out
 
 
 class RecycledTokens:

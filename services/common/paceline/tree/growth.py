@@ -10,8 +10,7 @@ from paceline.tree.tree import TokenTree
 
 State = TypeVar("State")
 
-_NONE = -2
-"""State of a tree that a path has left."""
+_NONE = -2  # state of a tree that a path has left
 
 
 def grow(

@@ -20,8 +20,7 @@ attention."""
 DEFAULT_CONFIDENCE = 0.6
 """Probability that one of a node's children is accepted, for a tree without confidences."""
 
-_MAX_LISTED = 4096
-"""Maximum number of tokens that the distribution of one node may list."""
+_MAX_LISTED = 4096  # maximum number of tokens that the distribution of one node may list
 
 
 class TreeError(ValueError):
@@ -29,8 +28,7 @@ class TreeError(ValueError):
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
-        self.reason = reason
-        """Stable name of the fault, as in the protocol's errors."""
+        self.reason = reason  # stable name of the fault, as in the protocol's errors
 
 
 @dataclass(frozen=True)
@@ -44,9 +42,7 @@ class TokenTree:
     token only the first is ever accepted.
     """
 
-    tokens: tuple[int, ...] = ()
-    """Token id of each node."""
-
+    tokens: tuple[int, ...] = ()  # token id of each node
     parents: tuple[int, ...] = ()
     """For each node the index of its parent, lower than its own, or -1 for the anchor."""
 
@@ -259,8 +255,7 @@ class TokenTree:
                 )
 
 
-EMPTY = TokenTree()
-"""The tree without nodes."""
+EMPTY = TokenTree()  # the tree without nodes
 
 
 def _read_proposal(node: int, message: tree_pb2.NodeDistribution) -> Proposal:

@@ -49,33 +49,15 @@ _STATES_SECONDS = 0.25
 class Parts:
     """What connections share with the rest of the service."""
 
-    registry: Registry
-    """Chooses versions. Event loop."""
-
-    worker: DraftWorker
-    """The drafting thread."""
-
-    kv: KvExchange
-    """Opens the target's KV and hidden states. Event loop."""
-
-    metrics: DrafterMetrics | None
-    """Counts rounds and sessions; None: no metrics. Drafting thread."""
-
-    tracer: Tracer | None
-    """Makes spans; None: no spans. Any thread."""
-
-    max_context: int
-    """Longest text. Unit: tokens."""
-
-    max_sequences: int
-    """Maximum number of open sequences of the whole service."""
-
-    draining: bool = False
-    """No sequence is opened any more. Event loop."""
-
-    sequences: int = 0
-    """Sequences of the whole service, those being opened included. Event loop."""
-
+    registry: Registry  # Chooses versions. Event loop.
+    worker: DraftWorker  # the drafting thread
+    kv: KvExchange  # Opens the target's KV and hidden states. Event loop.
+    metrics: DrafterMetrics | None  # Counts rounds and sessions; None: no metrics. Drafting thread.
+    tracer: Tracer | None  # Makes spans; None: no spans. Any thread.
+    max_context: int  # longest text, in tokens
+    max_sequences: int  # maximum number of open sequences of the whole service
+    draining: bool = False  # No sequence is opened any more. Event loop.
+    sequences: int = 0  # Sequences of the whole service, those being opened included. Event loop.
     closed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set whenever a sequence was closed. Event loop."""
 
@@ -90,8 +72,7 @@ class _Attachment:
 
     version: Version
     session: Session
-    evict: Callable[[], None]
-    """Ends the sequence; the registry calls it for a forced unload."""
+    evict: Callable[[], None]  # ends the sequence; the registry calls it for a forced unload
 
 
 class _Sequence:
@@ -103,14 +84,10 @@ class _Sequence:
         self.text = array("I", message.tokens)
         message.ClearField("tokens")
         self.message = message
-        self.attachment: _Attachment | None = None
-        """None: it is being opened."""
-        self.round: exchange_pb2.DraftRound | None = None
-        """The round that was not answered."""
-        self.arrived = 0.0
-        """When the round came (time.monotonic)."""
-        self.evicted = False
-        """Whether its version was unloaded by force."""
+        self.attachment: _Attachment | None = None  # None if it is being opened
+        self.round: exchange_pb2.DraftRound | None = None  # the round that was not answered
+        self.arrived = 0.0  # when the round came (time.monotonic)
+        self.evicted = False  # whether its version was unloaded by force
 
 
 class Connection:
@@ -267,7 +244,7 @@ class Connection:
         self._close(sequence.number)
 
     def _find(self, number: int) -> _Sequence | None:
-        """An open sequence; None: it was refused or closed. Raises ``ServiceError``: the verifier
+        """An open sequence; None if it was refused or closed. Raises ``ServiceError``: the verifier
         never opened it."""
         if not 0 < number <= self._last:
             raise ServiceError.invalid_argument(

@@ -24,18 +24,12 @@ from paceline.v1 import drafter_pb2, exchange_pb2, exchange_pb2_grpc
 
 logger = logging.getLogger("paceline.drafter")
 
-JOIN_SECONDS = 10.0
-"""Longest wait for the answer of a verifier to a Join call."""
-
-REACH_SECONDS = 2.0
-"""Longest wait of JoinVerifier, and for verifiers to list changed drafters."""
-
+JOIN_SECONDS = 10.0  # longest wait for the answer of a verifier to a Join call
+REACH_SECONDS = 2.0  # longest wait of JoinVerifier, and for verifiers to list changed drafters
 FIRST_DELAY, MAX_DELAY = 0.1, 5.0
 """Delays before a verifier is joined again, doubled after each attempt. Unit: seconds."""
 
-MAX_VERIFIERS = 64
-"""Maximum number of verifiers, those of JoinVerifier included."""
-
+MAX_VERIFIERS = 64  # maximum number of verifiers, those of JoinVerifier included
 _SOCKET_SECONDS = 1.0
 _ADDRESS = re.compile(r"unix:(/.+|\*)|[^\s:/]+:(\d+|\*)|\[[0-9a-fA-F:.]+\]:(\d+|\*)")
 
@@ -49,11 +43,9 @@ class _Verifier:
 
     def __init__(self, address: str, parts: Parts) -> None:
         self.address = address
-        self.connection: Connection | None = None
-        """None: it is not joined."""
+        self.connection: Connection | None = None  # None if it is not joined
         self.error = "not joined yet"
-        self.joined = asyncio.Event()
-        """Set while it is joined."""
+        self.joined = asyncio.Event()  # set while it is joined
         self._announced = 0
         self._listed = asyncio.Event()
         """Cleared while the verifier has to answer a list of drafters."""
@@ -385,7 +377,7 @@ async def _write(call: Any, message: exchange_pb2.JoinRequest) -> None:
 
 
 async def _open_socket(joined: exchange_pb2.Joined) -> FramedSocket | None:
-    """Open the verifier's Unix socket and show its token; None: it cannot be opened here."""
+    """Open the verifier's Unix socket and show its token; None if it cannot be opened here."""
     path = joined.socket_path
     if not path:
         return None

@@ -19,14 +19,9 @@ if TYPE_CHECKING:
 class Budget:
     """Limits of the tree of one round."""
 
-    nodes: int
-    """Maximum number of nodes."""
-
-    depth: int
-    """Longest path. Unit: tokens."""
-
-    deadline: float = math.inf
-    """Latest time of use. Unit: seconds of time.monotonic()."""
+    nodes: int  # maximum number of nodes
+    depth: int  # longest path, in tokens
+    deadline: float = math.inf  # Latest time of use. Unit: seconds of time.monotonic().
 
 
 @dataclass(frozen=True)
@@ -36,12 +31,8 @@ class GenerationInfo:
     tokens: Sequence[int]
     """Prompt and emitted tokens; the last is the anchor. At least one; each < vocab_size."""
 
-    prompt_length: int
-    """Number of prompt tokens among them."""
-
-    vocab_size: int
-    """Number of token ids of the target. A tree contains no others."""
-
+    prompt_length: int  # number of prompt tokens among them
+    vocab_size: int  # Number of token ids of the target. A tree contains no others.
     sampling: sampling_pb2.SamplingParams = field(default_factory=sampling_pb2.SamplingParams)
     """Sampling parameters of the verifier."""
 
@@ -49,12 +40,8 @@ class GenerationInfo:
     """Whose text it is: a drafter may use it for later texts of the same owner, never for others'.
     Empty: for no other text."""
 
-    read_grant: bytes = b""
-    """Capability to read the committed KV of the cache."""
-
-    verifier_address: str = ""
-    """Address of the verifier that serves it."""
-
+    read_grant: bytes = b""  # capability to read the committed KV of the cache
+    verifier_address: str = ""  # address of the verifier that serves it
     kv: KvReader | None = None
     """The target layers whose KV the method needs, mapped or followed; None if it has none. The
     service closes it, after the sequence. A sequence calls ``kv.settle()`` before it uses what it
@@ -70,9 +57,7 @@ class GenerationInfo:
 class Update:
     """Tokens since the last round."""
 
-    tokens: Sequence[int]
-    """Emitted since the last update; the last is the new anchor."""
-
+    tokens: Sequence[int]  # emitted since the last update; the last is the new anchor
     committed_length: int = 0
     """Positions whose KV is final, as the verifier reports it. :attr:`GenerationInfo.kv` has its
     own committed length. Unit: tokens."""

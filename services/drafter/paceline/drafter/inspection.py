@@ -16,8 +16,7 @@ from paceline.drafter.methods.checkpoint import CONFIG_FILE, check_target, read_
 
 Json = Mapping[str, Any]
 
-_OF_FILES = "lm"
-"""The method of models that are no drafter's folder."""
+_OF_FILES = "lm"  # the method of models that are no drafter's folder
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,7 @@ RECENT_ROUNDS, MIN_FAILURES = 20, 3
 
 _MAX_REASON_CHARS = 300
 
-_OUT_OF_MEMORY = "OUT_OF_MEMORY"
-"""Reason of a LoadError."""
+_OUT_OF_MEMORY = "OUT_OF_MEMORY"  # reason of a LoadError
 
 
 class Loader:
@@ -111,12 +110,8 @@ class Version:
     replaced: bool = False
     """Whether it had a share before an activation; without one now, it may be freed for others."""
 
-    credit: float = 0.0
-    """Generations it is owed by its share (smooth weighted round-robin)."""
-
-    draining: bool = False
-    """It was unloaded and takes no new streams."""
-
+    credit: float = 0.0  # generations it is owed by its share (smooth weighted round-robin)
+    draining: bool = False  # it was unloaded and takes no new streams
     failing: str = ""
     """Why it was taken out (:meth:`Registry.take_out`); empty: it was not, or has a share again."""
 
@@ -200,8 +195,7 @@ class Registry:
         self._dispose = dispose
         self._disposed = disposed
         self._versions: dict[str, list[Version]] = {}
-        self._numbers: dict[str, int] = {}
-        """The highest version number assigned under each name."""
+        self._numbers: dict[str, int] = {}  # the highest version number assigned under each name
         self._loading: set[tuple[str, str]] = set()
         self.on_change: Callable[[], None] = lambda: None
         """Called after the versions or their shares changed."""

@@ -28,12 +28,8 @@ if TYPE_CHECKING:
 class DraftStatistics:
     """Totals over the rounds of one or more generations."""
 
-    rounds: int = 0
-    """Trees drafted whose continuation is known."""
-
-    accepted: int = 0
-    """Accepted draft tokens."""
-
+    rounds: int = 0  # trees drafted whose continuation is known
+    accepted: int = 0  # accepted draft tokens
     draft_seconds: float = 0.0
 
     @property

@@ -24,17 +24,13 @@ class DrafterSpec:
         LoadError: Name, version, method or options are malformed, or the name is reserved.
     """
 
-    name: str
-    """Name for clients: letters, digits, dot, dash, underscore; not ``none`` or
-    ``local``."""
-
+    name: str  # name for clients: letters, digits, dot, dash, underscore; not ``none`` or ``local``
     method: str
     folder: Path | None = None
     """Model folder, or a file where the method reads one; None for methods without weights."""
 
     options: dict[str, str] = field(default_factory=dict)
-    version: str = ""
-    """Empty: the registry numbers it."""
+    version: str = ""  # empty: the registry numbers it
 
     def __post_init__(self) -> None:
         for what, word in (("name", self.name), ("version", self.version or "1")):

@@ -22,8 +22,7 @@ from paceline.tree import EMPTY
 
 logger = logging.getLogger("paceline.drafter")
 
-SLICE = 256
-"""Backlog is processed in slices of at most this, between rounds. Unit: tokens."""
+SLICE = 256  # backlog is processed in slices of at most this, between rounds, in tokens
 MIN_SLICE = 32
 SLICE_SECONDS = 0.1
 """A slice that takes longer makes the next one shorter: rounds of other texts wait for its end, and
@@ -39,14 +38,11 @@ class Job:
     session: Session
     update: Update
     budget: Budget
-    arrived: float
-    """When it came (time.monotonic)."""
+    arrived: float  # when it came (time.monotonic)
     answer: Callable[[Drafted | Exception], None]
     """Called with the result on the thread, unless the session is closed first."""
-    extended: bool = False
-    """Whether the session has the update."""
-    worked: float = 0.0
-    """Time spent on it before drafting. Unit: seconds."""
+    extended: bool = False  # whether the session has the update
+    worked: float = 0.0  # time spent on it before drafting, in seconds
 
 
 class DraftWorker:

@@ -30,21 +30,17 @@ from paceline.tree import TokenTree
 
 _T = TypeVar("_T")
 
-_SMALL_VOCAB = 1 << 14
-"""Noise for this many tokens a row takes less time than selecting candidates."""
+_SMALL_VOCAB = 1 << 14  # noise for this many tokens a row takes less time than selecting candidates
 
 
 class Ranked(NamedTuple):
     """Candidates after each of F paths."""
 
-    ids: Tensor
-    """Token ids, int64 ``[F, w]``, best first."""
-
+    ids: Tensor  # token ids, int64 ``[F, w]``, best first
     logs: Tensor
     """Logs of their confidences, float32 ``[F, w]``; -inf for tokens that the filter removed."""
 
-    proposal: Proposal | None = None
-    """Distribution of the only candidate, under rejection sampling."""
+    proposal: Proposal | None = None  # distribution of the only candidate, under rejection sampling
 
 
 class Ranker:
@@ -88,15 +84,13 @@ class Ranker:
                 logit i is of token i.
             drafted_on_device: The same on the device of the logits, if that is another one.
         """
-        self.params = params
-        """Sampling parameters of the verifier."""
+        self.params = params  # sampling parameters of the verifier
         self._vocab_size = vocab_size
         self._candidates = candidates
         self._drafted = None if drafted is None else drafted[drafted < vocab_size]
         self.drafted_on_device = (
             None if drafted_on_device is None else drafted_on_device[: self.count]
-        )
-        """The target's id of each logit on their device, int64; None: logit i is of token i."""
+        )  # the target's id of each logit on their device, int64; None: logit i is of token i
         self._history = History(prompt, output) if params.penalised else History(())
         self._by_row = params.penalised or (
             not params.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
@@ -258,8 +252,7 @@ class Chain:
     tokens: Sequence[int]
     log_probs: Sequence[float]
     proposals: Sequence[Proposal]
-    fed: int
-    """Leading nodes whose KV is in the cache, behind that of the text."""
+    fed: int  # leading nodes whose KV is in the cache, behind that of the text
 
 
 class Beam:
@@ -296,15 +289,11 @@ class Beam:
         self.scores: list[float] = []
         self.log_probs: list[float] = []
         self.proposals: list[Proposal] = []
-        self.level = 0
-        """Number of levels."""
-        self.frontier = range(-1, 0)
-        """Nodes to be expanded next; -1 is the anchor."""
+        self.level = 0  # number of levels
+        self.frontier = range(-1, 0)  # nodes to be expanded next; -1 is the anchor
         self.trunk = 0
-        self.fed = 0
-        """Nodes below this have been fed: their KV is in the cache."""
-        self.limits = budget
-        """Maximum number of nodes and greatest depth."""
+        self.fed = 0  # nodes below this have been fed: their KV is in the cache
+        self.limits = budget  # maximum number of nodes and greatest depth
         self._widths = widths
         self._min_score = math.log(min_survival) if min_survival > 0 else -math.inf
         if drafted is not None:

@@ -46,17 +46,10 @@ Rank = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 class TreeShape:
     """Shape of all trees of a batch."""
 
-    widths: tuple[int, ...]
-    """Nodes that each level should have."""
-
-    count: int
-    """Logits that candidates are taken of, the first ones."""
-
-    min_score: float
-    """Nodes with a lower log of the survival are not expanded."""
-
-    chain: bool
-    """Whether no node can have a sibling."""
+    widths: tuple[int, ...]  # nodes that each level should have
+    count: int  # logits that candidates are taken of, the first ones
+    min_score: float  # nodes with a lower log of the survival are not expanded
+    chain: bool  # whether no node can have a sibling
 
     @classmethod
     def of(cls, options: TreeChoices, levels: int, count: int) -> TreeShape:
@@ -88,34 +81,24 @@ class TreeShape:
 class HostPass:
     """A forward pass as the host knows it before the draft."""
 
-    blocks: Sequence[QueryBlock] = ()
-    """Its blocks; sequences are those of the batch."""
-
-    positions: Sequence[int] | NDArray[np.int64] = ()
-    """Absolute position of each row."""
-
+    blocks: Sequence[QueryBlock] = ()  # its blocks; sequences are those of the batch
+    positions: Sequence[int] | NDArray[np.int64] = ()  # absolute position of each row
     tokens: Sequence[int] = ()
     """Token ids of the rows; none if they are drafted or the pass has none."""
 
     logit_rows: Sequence[int] = ()
     """Rows that need logits; none if they are those of the newest level."""
 
-    inputs: StateRows | None = None
-    """Hidden states of the rows."""
+    inputs: StateRows | None = None  # hidden states of the rows
 
 
 @dataclass(frozen=True)
 class HostDraft:
     """What the passes of a draft read."""
 
-    passes: Sequence[HostPass]
-    """In order."""
-
-    caches: Sequence[KVCacheView]
-    """KV by sequence."""
-
-    contexts: Sequence[Context] = ()
-    """By sequence, for a model that attends to contexts."""
+    passes: Sequence[HostPass]  # in order
+    caches: Sequence[KVCacheView]  # KV by sequence
+    contexts: Sequence[Context] = ()  # by sequence, for a model that attends to contexts
 
 
 def text_pass(parts: Sequence[PassPart], inputs: StateRows | None = None) -> HostPass:
@@ -152,10 +135,8 @@ class Passes:
 
     def __init__(self, draft: HostDraft, device: torch.device) -> None:
         self._passes, self._device = draft.passes, device
-        self.caches = draft.caches
-        """KV of each sequence."""
-        self.contexts = draft.contexts
-        """Contexts of each sequence."""
+        self.caches = draft.caches  # KV of each sequence
+        self.contexts = draft.contexts  # contexts of each sequence
 
     def plan(self, index: int, ancestors: Tensor | None = None) -> TreePlan | None:
         """Returns the plan of a pass, None if it has no rows; ``ancestors`` as in
@@ -211,8 +192,7 @@ class DeviceTrees:
         """
         self._shape, self._last, self._rank, self._kernels = shape, last, rank, kernels
         trees, nodes, device = len(last), shape.stops[-1], last.device
-        self.level = 0
-        """Levels so far."""
+        self.level = 0  # levels so far
         self.tokens = torch.zeros(trees, nodes, dtype=torch.int64, device=device)
         """Token ids of the nodes, int64 ``[S, N]``, level by level."""
         self.parents = torch.full((trees, nodes), -1, dtype=torch.int64, device=device)
@@ -401,7 +381,7 @@ class DeviceGrowth(Growth):
             model: Its passes. It owns the growth, which does not keep it in memory.
             settings: Of its trees.
             kernels: Whether a Triton kernel adds the levels.
-            graphs: Runs captured drafts; None: there are none.
+            graphs: Runs captured drafts; None if there are none.
         """
         self._model: DeviceModel = weakref.proxy(model)
         self._settings, self._kernels = settings, kernels

@@ -50,12 +50,8 @@ if TYPE_CHECKING:
     from paceline.kernels.triton.plan import Shape
     from paceline.kernels.triton.tiles import Tiling
 
-SEQUENCES = (1, 2, 4, 8, 16, 32)
-"""Sequences that graphs are made for."""
-
-FED = (8, 17)
-"""New positions of each text."""
-
+SEQUENCES = (1, 2, 4, 8, 16, 32)  # sequences that graphs are made for
+FED = (8, 17)  # new positions of each text
 ALIGN = 16
 """Places of caches are multiples of it, for wide loads; fewer positions a page are not gathered.
 Unit: elements."""
@@ -68,29 +64,14 @@ NOISES = ("none", "noise", "filters")
 class PassShape:
     """Largest shape of a pass."""
 
-    rows: int
-    """Rows of each sequence."""
-
-    blocks: int = 1
-    """Blocks of each sequence."""
-
-    windows: tuple[int | None, ...] = ()
-    """Windows of its layers that attend to the caches."""
-
-    contexts: tuple[int | None, ...] = ()
-    """Windows of those that attend to contexts."""
-
-    tokens: bool = False
-    """Whether the host gives its tokens."""
-
-    logit_rows: int = 0
-    """Rows of each sequence that need logits, if the host gives them."""
-
-    inputs: int = 0
-    """Width of its hidden states; 0: none."""
-
-    taps: int = 1
-    """Layers that they are of."""
+    rows: int  # rows of each sequence
+    blocks: int = 1  # blocks of each sequence
+    windows: tuple[int | None, ...] = ()  # windows of its layers that attend to the caches
+    contexts: tuple[int | None, ...] = ()  # windows of those that attend to contexts
+    tokens: bool = False  # whether the host gives its tokens
+    logit_rows: int = 0  # rows of each sequence that need logits, if the host gives them
+    inputs: int = 0  # width of its hidden states; 0: none
+    taps: int = 1  # layers that they are of
 
 
 def text_and_levels(text: PassShape, level: PassShape, shape: TreeShape) -> list[PassShape]:
@@ -102,11 +83,8 @@ def text_and_levels(text: PassShape, level: PassShape, shape: TreeShape) -> list
 class DenseCache(Protocol):
     """A cache whose keys and values lie dense, ``[layers, 2, Hkv, slots, D]``."""
 
-    address: int
-    """Where they begin."""
-
-    slots: int
-    """Positions that there is room for."""
+    address: int  # where they begin
+    slots: int  # positions that there is room for
 
 
 class GraphModel(DeviceModel, Protocol):

@@ -20,8 +20,7 @@ class GrownSequence(DraftSequence, Generic[P]):
     """A generation whose trees grow by the passes of a method."""
 
     def __init__(self, growth: TreeGrowth, passes: P) -> None:
-        self.passes = passes
-        """What the method reads and feeds."""
+        self.passes = passes  # what the method reads and feeds
         self.text = passes.text
         self._growth, self.way = growth, growth.start(passes)
 

@@ -19,23 +19,12 @@ from paceline.kernels import LayerTable
 class KvLayers(Protocol):
     """Layers of a drafter, as far as what they read and write depends on them."""
 
-    config: Any
-    """Shape, a :class:`~paceline.drafter.methods.layers.LayerShape`."""
-
-    dtype: torch.dtype
-    """Type of the layers."""
-
-    device: torch.device
-    """Device of the layers."""
-
-    bits: int
-    """Of their matrices, 8 or 4; 0: as they came."""
-
-    cached_layers: int
-    """Layers with keys and values of a text."""
-
-    context_layers: int
-    """Layers that attend to contexts."""
+    config: Any  # shape, a :class:`~paceline.drafter.methods.layers.LayerShape`
+    dtype: torch.dtype  # type of the layers
+    device: torch.device  # device of the layers
+    bits: int  # of their matrices, 8 or 4; 0: as they came
+    cached_layers: int  # layers with keys and values of a text
+    context_layers: int  # layers that attend to contexts
 
     def states(self, states: Tensor) -> Tensor:
         """Returns the target's hidden states ``[n, taps * hidden]`` as inputs of the layers."""
@@ -45,7 +34,7 @@ class TargetKv:
     """A layer of the target's KV that a round of one generation reads; a ``KVCacheView`` of it."""
 
     table: LayerTable | None = None
-    """The copies for compiled programs; None: there are none on the CPU."""
+    """The copies for compiled programs; None if there are none on the CPU."""
 
     def __init__(
         self, kv: KvReader, number: int, layer: KvLayers, *, deferred: bool = False
@@ -98,8 +87,7 @@ class StateRows:
         repeats: int = 1,
     ) -> None:
         """Takes blocks, and what makes inputs ``[n, width]`` of states ``[n, layers * hidden]``."""
-        self.blocks = blocks
-        """Their positions, block after block."""
+        self.blocks = blocks  # their positions, block after block
         self.repeats = repeats
         """How often each position of a block is read, one row after the other."""
         self._convert = convert

@@ -56,17 +56,10 @@ def chain_blocks(index: int, begin: int, end: int) -> list[QueryBlock]:
 class PassPart:
     """One generation's tokens in a forward pass."""
 
-    tokens: list[int]
-    """Token ids."""
-
-    positions: Sequence[int]
-    """Absolute position of each."""
-
-    blocks: list[QueryBlock]
-    """Cache slots of their KV."""
-
-    logit_rows: int
-    """How many of the last tokens need logits."""
+    tokens: list[int]  # token ids
+    positions: Sequence[int]  # absolute position of each
+    blocks: list[QueryBlock]  # cache slots of their KV
+    logit_rows: int  # how many of the last tokens need logits
 
 
 class TreeChoices(Protocol):
@@ -114,18 +107,10 @@ class ModelShape(Protocol):
 class TreeSettings:
     """What the trees of all texts of a drafter have in common."""
 
-    options: TreeChoices
-    """Widths, depth and limits."""
-
-    vocab_size: int
-    """Number of token ids of the model."""
-
-    max_position: int
-    """Positions that the model knows."""
-
-    device: torch.device
-    """Device of the model."""
-
+    options: TreeChoices  # widths, depth and limits
+    vocab_size: int  # number of token ids of the model
+    max_position: int  # positions that the model knows
+    device: torch.device  # device of the model
     drafted: Tensor | None = None
     """The target's token id of each logit, rising, int64 ``[R]`` on the CPU; None: all ids."""
 
@@ -175,8 +160,7 @@ class GrownText:
         tokens, options = generation.tokens, settings.options
         self.tokens: list[int] | deque[int] = list(tokens) if kept is None else deque(tokens, kept)
         """The text, or its newest tokens."""
-        self.length = len(tokens)
-        """Tokens of the text."""
+        self.length = len(tokens)  # tokens of the text
         self.room = 2 * options.drafted + 1
         """Slots behind the text for the nodes of a round and those drafted ahead."""
         self.beam: Beam | None = None
@@ -192,12 +176,10 @@ class GrownText:
             drafted=settings.drafted,
             drafted_on_device=settings.drafted_on_device,
         )
-        self.widths = self.ranker.widths(options.widths)
-        """Nodes of each level of its trees."""
+        self.widths = self.ranker.widths(options.widths)  # nodes of each level of its trees
         self.native: DraftText | None = None
         """The text for native drafts; None: its trees grow in another way."""
-        self.on_device = False
-        """Whether its trees grow on the model's device without the host."""
+        self.on_device = False  # whether its trees grow on the model's device without the host
         self._settings = settings
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -278,8 +260,7 @@ class GrownText:
 class TextPasses(ABC):
     """What a method reads and feeds for one generation."""
 
-    text: GrownText
-    """The text and its tree."""
+    text: GrownText  # the text and its tree
 
     @property
     def backlog(self) -> int:

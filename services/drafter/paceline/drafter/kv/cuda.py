@@ -233,8 +233,7 @@ class CudaStates(PoolReader, StateReader):
         super().__init__(file, driver, reader)
         self._table = table.numpy()
         stored = self._memory.view(dtype)[:, : rows * kept.hidden_size]
-        self._rows = stored.view(len(stored), rows, kept.hidden_size)
-        """``[pages, rows, hidden]``."""
+        self._rows = stored.view(len(stored), rows, kept.hidden_size)  # ``[pages, rows, hidden]``
         self._kept = len(kept.layers)
         self._indices = np.array([list(kept.layers).index(layer) for layer in layers])
         self._slots, self._window = kept.slots, window

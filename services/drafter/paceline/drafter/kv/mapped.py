@@ -44,12 +44,10 @@ class CacheFile:
         Raises:
             KvNotShared: It is not the segment of an open cache.
         """
-        self.pool = pool
-        """Descriptor of the pool on a GPU; -1: there is none."""
+        self.pool = pool  # descriptor of the pool on a GPU; -1: there is none
         # Also if nobody waits for this mapping any more.
         self._close_pool = weakref.finalize(self, os.close, pool) if pool >= 0 else None
-        self.closed = False
-        """Whether :meth:`close` was called."""
+        self.closed = False  # whether :meth:`close` was called
         try:
             self._memory = map_segment(file)
             self._header = SegmentHeader(self._memory)

@@ -22,24 +22,14 @@ class KvPages:
     The first ``SINKS`` selected positions are those of the text; the others follow one another.
     """
 
-    dtype: torch.dtype
-    """Type of keys and values."""
-
+    dtype: torch.dtype  # type of keys and values
     shape: tuple[int, int, int]
     """Shape of the layer's keys in a page, ``(Hkv, page_size, D)``; its values follow them."""
 
-    address: int
-    """Address of the layer's keys in page 0."""
-
-    page_bytes: int
-    """Distance between two pages."""
-
-    length: int
-    """Number of positions, 1 or more."""
-
-    first: int
-    """Position of number ``SINKS``."""
-
+    address: int  # address of the layer's keys in page 0
+    page_bytes: int  # distance between two pages
+    length: int  # number of positions, 1 or more
+    first: int  # position of number ``SINKS``
     pages: NDArray[np.int32]
     """The page of position 0, then the pages from that of ``first`` on, int32."""
 
@@ -55,17 +45,14 @@ class StateSlice:
         dtype: torch.dtype | None = None,
     ) -> None:
         """Takes states ``[count, layers * hidden]``; or addresses, a type and what copies them."""
-        self.first = first
-        """The first position."""
-        self.dtype = dtype
-        """Type of states that lie in pages."""
+        self.first = first  # the first position
+        self.dtype = dtype  # type of states that lie in pages
         self.addresses = addresses
         """Addresses of each position's rows, by layer, on the GPU that reads, int64 ``[count,
-        layers]``; None: they were copied."""
+        layers]``; None if they were copied."""
         self._states = states
         if addresses is not None:
-            self.count = len(addresses)
-            """Number of positions."""
+            self.count = len(addresses)  # number of positions
         else:
             assert isinstance(states, Tensor)
             self.count = len(states)
@@ -216,8 +203,7 @@ class StreamingReader(KvReader):
 class StateReader(CacheReader):
     """Hidden states: outputs of some layers."""
 
-    paged: bool = False
-    """Whether :meth:`slice` returns addresses."""
+    paged: bool = False  # whether :meth:`slice` returns addresses
 
     async def wait_for(self, committed: int, seconds: float) -> None:
         """Wait until positions below ``committed`` can be read, at most ``seconds``. Event loop."""

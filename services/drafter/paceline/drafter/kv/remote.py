@@ -24,9 +24,7 @@ from paceline.v1 import kv_pb2
 _GROWTH = 256
 
 
-MAX_POSITIONS = 1 << 20
-"""The budget that is sent for a budget of 0, all positions."""
-
+MAX_POSITIONS = 1 << 20  # the budget that is sent for a budget of 0, all positions
 MAX_NEWER = 128
 """Maximum number of positions newer than the verifier's selection that a sparse view reads in
 addition. With more of them the selection is too old to be used. Unit: tokens."""
@@ -270,8 +268,7 @@ class RemoteKv(UpdateStream, KvReader):
 
     transport = "follow"
     updates = 0
-    committed = 0
-    """Committed length at the newest update that was applied. Unit: tokens."""
+    committed = 0  # committed length at the newest update that was applied, in tokens
 
     def __init__(self, connect: Callable[[], Any], subscribe: kv_pb2.FollowSubscribe) -> None:
         super().__init__(connect, subscribe)
@@ -418,8 +415,7 @@ class RemoteStates(UpdateStream, StateReader):
     """
 
     transport = "follow"
-    committed = 0
-    """Positions below this can be read, if they are kept. Unit: tokens."""
+    committed = 0  # positions below this can be read, if they are kept, in tokens
 
     def __init__(self, connect: Callable[[], Any], subscribe: kv_pb2.FollowSubscribe) -> None:
         super().__init__(connect, subscribe)

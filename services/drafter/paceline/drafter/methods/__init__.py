@@ -12,9 +12,7 @@ from importlib.metadata import EntryPoint, entry_points
 
 from paceline.drafter.methods.base import Drafter, LoadError
 
-GROUP = "paceline.methods"
-"""Group of entry points."""
-
+GROUP = "paceline.methods"  # group of entry points
 _BUILT_IN = {
     "ngram": "paceline.drafter.methods.ngram:NgramDrafter",
     "selfspec": "paceline.drafter.methods.selfspec:SelfSpecDrafter",

@@ -41,12 +41,8 @@ CONFIG_FILE = "config.json"
 
 WEIGHTS_FILE = "model.safetensors"
 
-FORMAT = 1
-"""Format of the section. Folders of another format are refused."""
-
-SPECULATORS_VERSION = "0.6.0"
-"""Version of speculators whose config.json is written."""
-
+FORMAT = 1  # Format of the section. Folders of another format are refused.
+SPECULATORS_VERSION = "0.6.0"  # version of speculators whose config.json is written
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 """Names of the target's frozen tensors in a drafter's folder that holds them."""
 
@@ -250,20 +246,11 @@ def _read_config(folder: Path) -> dict[str, Any]:
 class TargetRef:
     """The target that a drafter was made for."""
 
-    name: str
-    """Name of its folder or file, without the path."""
-
-    architectures: tuple[str, ...]
-    """From its config.json."""
-
-    fingerprint: str
-    """See :func:`paceline.decoder.weights_fingerprint`."""
-
-    tokenizer_digest: str
-    """SHA-256 hex of its tokenizer.json; empty if it has none."""
-
-    origin: Origin | None = None
-    """By which other formats of it are recognised; None: not known."""
+    name: str  # name of its folder or file, without the path
+    architectures: tuple[str, ...]  # from its config.json
+    fingerprint: str  # see :func:`paceline.decoder.weights_fingerprint`
+    tokenizer_digest: str  # SHA-256 hex of its tokenizer.json; empty if it has none
+    origin: Origin | None = None  # by which other formats of it are recognised; None: not known
 
     @classmethod
     def of(cls, path: str | Path) -> TargetRef:
@@ -468,12 +455,10 @@ class TargetEmbedding:
             head = head.rows(rows).to(dtype)
         elif tokens is not None and len(tokens) != len(head):
             head = head[tokens.to(head.device)]
-        self.embedding = embedding
-        """``[V, hidden]``, plain or packed."""
+        self.embedding = embedding  # ``[V, hidden]``, plain or packed
         self.tokens = tokens
         """The target's token id of each row of the head, int64 ``[R]``; None: all, in order."""
-        self.head = linear([head], bits)
-        """The LM head."""
+        self.head = linear([head], bits)  # the LM head
         packed = [each for each in (self.head.packed, embedding) if isinstance(each, PackedMatrix)]
         self.private_bytes = sum(t.nbytes for each in packed for t in each.tensors().values())
         """Bytes of packed matrices."""

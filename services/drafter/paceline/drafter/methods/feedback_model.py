@@ -12,8 +12,7 @@ from torch.nn import functional as F
 
 from paceline.drafter.methods.layers import DraftModel, apply_rope, split_heads
 
-KeysValues = tuple[Tensor, Tensor]
-"""Keys after RoPE and values, each ``[B, Hkv, S, D]``."""
+KeysValues = tuple[Tensor, Tensor]  # keys after RoPE and values, each ``[B, Hkv, S, D]``
 
 
 class FeedbackModel(DraftModel):

@@ -124,36 +124,16 @@ class LayerShape:
         "head_dim": "head_dim",
         "vocab_size": "vocab_size",
         "max_position": "max_position_embeddings",
-    }
-    """Names of the fields above 0 in a transformers configuration; a subclass adds its own."""
-
-    hidden: int
-    """Width of the residual stream."""
-
-    intermediate: int
-    """Width of the feed-forward blocks."""
-
-    q_heads: int
-    """Query heads."""
-
-    kv_heads: int
-    """Key and value heads; divides ``q_heads``."""
-
-    head_dim: int
-    """Width of a head."""
-
-    vocab_size: int
-    """Rows of the target's embedding."""
-
-    max_position: int
-    """Longest context. Unit: tokens."""
-
-    norm_eps: float
-    """Epsilon of every RMS norm."""
-
-    rope_parameters: Mapping[str, Any]
-    """``rope_parameters`` of a transformers configuration."""
-
+    }  # names of the fields above 0 in a transformers configuration; a subclass adds its own
+    hidden: int  # width of the residual stream
+    intermediate: int  # width of the feed-forward blocks
+    q_heads: int  # query heads
+    kv_heads: int  # key and value heads; divides ``q_heads``
+    head_dim: int  # width of a head
+    vocab_size: int  # rows of the target's embedding
+    max_position: int  # longest context, in tokens
+    norm_eps: float  # epsilon of every RMS norm
+    rope_parameters: Mapping[str, Any]  # ``rope_parameters`` of a transformers configuration
     draft_vocab_size: int = field(default=0, kw_only=True)
     """Tokens that can be drafted, the most frequent ones (EAGLE-3, section 3); 0: all of the
     vocabulary."""
@@ -380,14 +360,11 @@ class DraftModel(nn.Module):
     Parameters have the names of the folder's tensors.
     """
 
-    config: LayerShape
-    """Shape of the layers."""
-
+    config: LayerShape  # shape of the layers
     d2t: Tensor | None
     """The target's id of each drafted token, rising, int64 ``[R]``; None: all tokens."""
 
-    rope_inv_freq: Tensor
-    """Inverse frequencies of the rotary embedding."""
+    rope_inv_freq: Tensor  # inverse frequencies of the rotary embedding
 
     def __init__(self, config: LayerShape) -> None:
         super().__init__()
@@ -417,15 +394,9 @@ class DraftModel(nn.Module):
 class LayerWeights:
     """A drafter's tensors by name, as the parts of programs, which share them."""
 
-    config: LayerShape
-    """Shape of the drafter."""
-
-    tensors: Mapping[str, Tensor]
-    """See :func:`~paceline.drafter.methods.checkpoint.load_weights`."""
-
-    bits: int = 0
-    """Of matrices, 8 or 4, see :func:`linear`; 0: as they came."""
-
+    config: LayerShape  # shape of the drafter
+    tensors: Mapping[str, Tensor]  # see :func:`~paceline.drafter.methods.checkpoint.load_weights`
+    bits: int = 0  # of matrices, 8 or 4, see :func:`linear`; 0: as they came
     numerics: str = "portable"
     """Numerics of the programs, as of :func:`paceline.kernels.choose_numerics`."""
 

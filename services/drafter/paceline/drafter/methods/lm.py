@@ -60,8 +60,7 @@ from paceline.service.phases import packing
 POLICIES = ("streaming", "chunk_topk")
 KEPT = ("all", "budget")
 
-OBSERVED = 64
-"""Newest rows of a pass over text whose attention is scored. Unit: tokens."""
+OBSERVED = 64  # newest rows of a pass over text whose attention is scored, in tokens
 
 
 class TopChunks:
@@ -107,17 +106,10 @@ class TopChunks:
 class ObservedRows:
     """Rows of a pass whose attention is added to the scores."""
 
-    scores: TopChunks
-    """Receives the weights."""
-
-    rows: range
-    """The last rows of one sequence in the packed pass."""
-
-    cache: KVCacheView
-    """The cache that they attend to."""
-
-    positions: Tensor
-    """Positions of its first slots, up to the last row's, int64 ``[n]``."""
+    scores: TopChunks  # receives the weights
+    rows: range  # the last rows of one sequence in the packed pass
+    cache: KVCacheView  # the cache that they attend to
+    positions: Tensor  # positions of its first slots, up to the last row's, int64 ``[n]``
 
 
 class TextScores:
@@ -161,8 +153,7 @@ class LmPasses(TextPasses):
         self.selected = torch.empty(0, dtype=torch.int64)
         """Positions of the text in the first slots of the cache that a round attends to, if they
         were selected."""
-        self._dropped = 0
-        """Tokens of the text whose KV was computed and dropped."""
+        self._dropped = 0  # tokens of the text whose KV was computed and dropped
         self._scores = TopChunks() if drafter.options.kv_policy == "chunk_topk" else None
         self._given_up = False
 
@@ -393,8 +384,7 @@ class LmDrafter(Drafter):
         self.max_nodes, self.max_depth = settings.max_nodes, settings.max_depth
         self.kv_limit = int(options.kv_gib * (1 << 30) / decoder.config.kv_bytes_per_token)
         """Most KV slots of all sequences."""
-        self.kv_slots = 0
-        """KV slots that they occupy."""
+        self.kv_slots = 0  # KV slots that they occupy
         self.growth = TreeGrowth(HostGrowth(self), *self._native_growth())
 
     def _native_growth(self) -> list[NativeGrowth]:

@@ -18,15 +18,11 @@ class TreeOptions:
     widths: tuple[int, ...] = ()
     """Nodes drafted at each level; the last number applies to all deeper levels."""
 
-    depth: int = 0
-    """Longest path; 0: as many levels as ``widths`` has numbers. Unit: tokens."""
-
+    depth: int = 0  # longest path; 0: as many levels as ``widths`` has numbers, in tokens
     max_nodes: int = 0
     """Maximum number of nodes of a tree: the likeliest of those drafted; 0: all of them."""
 
-    min_survival: float = 0.01
-    """Nodes less likely than this to be accepted are not expanded."""
-
+    min_survival: float = 0.01  # nodes less likely than this to be accepted are not expanded
     candidates: int = 256
     """At temperatures above 0, the shared noise is added to this many likeliest tokens."""
 
@@ -34,8 +30,7 @@ class TreeOptions:
     """Format of the weights: auto (as stored), float32 or bfloat16, also the type of the KV; for
     methods whose weights are their own or the target's also int8 or int4."""
 
-    formats: ClassVar[tuple[str, ...]] = ("auto", *FLOATS)
-    """Known values of ``weights``."""
+    formats: ClassVar[tuple[str, ...]] = ("auto", *FLOATS)  # known values of ``weights``
 
     @property
     def levels(self) -> int:

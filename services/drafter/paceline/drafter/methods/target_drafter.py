@@ -82,8 +82,7 @@ class TargetOptions:
     target: str = ""
     """Folder of the target, for its embedding and LM head; empty: the drafter's folder has them."""
 
-    lora: str = ""
-    """Folder of the target's LoRA adapter; empty: it has none."""
+    lora: str = ""  # folder of the target's LoRA adapter; empty: it has none
 
 
 @dataclass(frozen=True)
@@ -126,14 +125,9 @@ class DraftLayers(ABC):
     In bfloat16 models the residual stream, norms and rotations are float32, as in the decoder.
     """
 
-    config: Any
-    """Shape, a :class:`~paceline.drafter.methods.layers.LayerShape`."""
-
-    cached_layers: int = 1
-    """Layers with keys and values of a text."""
-
-    context_layers: int = 0
-    """Layers that attend to contexts."""
+    config: Any  # shape, a :class:`~paceline.drafter.methods.layers.LayerShape`
+    cached_layers: int = 1  # layers with keys and values of a text
+    context_layers: int = 0  # layers that attend to contexts
 
     def __init__(
         self,
@@ -163,7 +157,7 @@ class DraftLayers(ABC):
 
     @property
     def native(self) -> list[NativeProgram] | None:
-        """The programs for compiled kernels; None: they do not run all of them."""
+        """The programs for compiled kernels; None if they do not run all of them."""
         found = [each.native for each in self.programs if each.native is not None]
         return found if self.device.type == "cpu" and len(found) == len(self.programs) else None
 
@@ -209,12 +203,9 @@ class WindowCache:
 
         They are for a tree or a block. What was accepted is not kept: it is fed again as text.
         """
-        self.length = 0
-        """Positions of the text below this were written."""
-        self.base = 0
-        """Position in the first slot."""
-        self.window: int = layers.config.window
-        """Positions of the text that are kept; 0: all."""
+        self.length = 0  # positions of the text below this were written
+        self.base = 0  # position in the first slot
+        self.window: int = layers.config.window  # positions of the text that are kept; 0: all
         self._extra, self._layers = extra, layers
         slots = self.window + CHUNK + extra if self.window else _GROWTH
         self._keep(self._allocate(slots))
@@ -303,18 +294,10 @@ class TextStates:
 class TargetParts(Generic[Options]):
     """What a method consists of whose layers share a target's embedding and LM head."""
 
-    method: str
-    """Name of the parameter."""
-
-    options: type[Options]
-    """Its options, which are :class:`TargetOptions` too."""
-
-    layers: type[DraftLayers]
-    """Its layers."""
-
-    model: type[DraftModel]
-    """The drafter in training, whose tensors have the same names."""
-
+    method: str  # name of the parameter
+    options: type[Options]  # its options, which are :class:`TargetOptions` too
+    layers: type[DraftLayers]  # its layers
+    model: type[DraftModel]  # the drafter in training, whose tensors have the same names
     read_config: Callable[[Path, ModelSource | None], tuple[Any, torch.dtype]]
     """Reads the shape of the layers from a folder, and the type of its tensors."""
 

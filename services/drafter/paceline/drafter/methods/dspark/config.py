@@ -37,9 +37,7 @@ from paceline.drafter.methods.layers import (
 )
 
 METHOD = "dspark"
-TEMPERATURES = "confidence_temperatures"
-"""Key of the ``paceline`` section."""
-
+TEMPERATURES = "confidence_temperatures"  # key of the ``paceline`` section
 MARKOV_HEADS = ("vanilla", "product")
 """Sequential heads that published checkpoints have: DSpark's, and that of DFlash 2."""
 
@@ -48,8 +46,7 @@ _DFLASH_MODELS = ("DFlashDraftModel", "DFlash2DraftModel", "DSparkDraftModel")
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
-Json = Mapping[str, Any]
-"""A config.json, or a part of it."""
+Json = Mapping[str, Any]  # a config.json, or a part of it
 
 
 @dataclass(frozen=True)
@@ -68,15 +65,9 @@ class DSparkConfig(TappedShape):
 
     COUNTS: ClassVar = (*TappedShape.COUNTS, "markov_rank")
 
-    layers: int
-    """Layers of the backbone."""
-
-    block: int
-    """Tokens fed in one pass: the anchor and mask tokens after it."""
-
-    mask_token: int
-    """Token id that is fed for each token to be drafted."""
-
+    layers: int  # layers of the backbone
+    block: int  # tokens fed in one pass: the anchor and mask tokens after it
+    mask_token: int  # token id that is fed for each token to be drafted
     from_anchor: bool = True
     """Whether each position of the block predicts the next token, the anchor's the first one
     (DSpark). If false, a mask's position predicts its own token, and the anchor's predicts nothing
@@ -95,9 +86,7 @@ class DSparkConfig(TappedShape):
     embedding of the block, as in EAGLE. If false, they are read by attention alone, as in
     DSpark."""
 
-    markov_rank: int = 0
-    """Rank of the sequential head (equation 5); 0: there is none."""
-
+    markov_rank: int = 0  # rank of the sequential head (equation 5); 0: there is none
     markov_head: str = "vanilla"
     """``vanilla`` (equation 5), or ``product`` with a projection of the hidden state (DFlash 2)."""
 
@@ -107,9 +96,7 @@ class DSparkConfig(TappedShape):
     markov_best: int = 0
     """The sequential head chooses among this many best tokens of the backbone; 0: all."""
 
-    confidence: bool = False
-    """Whether there is a confidence head (equation 7)."""
-
+    confidence: bool = False  # whether there is a confidence head (equation 7)
     confidence_markov: bool = False
     """Whether its input includes the previous token's Markov embedding; needs a ``markov_rank``."""
 
@@ -119,16 +106,11 @@ class DSparkConfig(TappedShape):
 
     conv: tuple[int, int] | None = None
     """Kernel size and group size of the convolutions around attention and feed-forward blocks
-    (DFlash 2); None: there are none."""
+    (DFlash 2); None if there are none."""
 
-    embedding_factor: float = 1.0
-    """Factor on embeddings."""
-
-    logit_factor: float = 1.0
-    """Factor on the backbone's logits."""
-
-    logit_cap: float = 0.0
-    """Soft cap of the backbone's logits; 0: none."""
+    embedding_factor: float = 1.0  # factor on embeddings
+    logit_factor: float = 1.0  # factor on the backbone's logits
+    logit_cap: float = 0.0  # soft cap of the backbone's logits; 0: none
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -196,8 +178,7 @@ class Layout(Enum):
 
     DEEPSPEC = "deepspec"
     SPECULATORS = "speculators"
-    DFLASH = "dflash"
-    """The layout of DFlash and SpecForge, with fields in a ``dflash_config``."""
+    DFLASH = "dflash"  # the layout of DFlash and SpecForge, with fields in a ``dflash_config``
 
 
 def layout_of(described: Json) -> Layout:

@@ -102,8 +102,7 @@ class DSparkHeads:
         if self._device.type == "cpu":
             dtype = torch.float32
         self._dtype = dtype
-        self._rows = torch.arange(config.vocab_size)
-        """Row of W1 by token."""
+        self._rows = torch.arange(config.vocab_size)  # row of W1 by token
         self._best = config.markov_best
         self._temperatures = config.confidence_temperatures or (1.0,) * config.levels
         drafted = weights[DRAFT_TOKENS].cpu() if DRAFT_TOKENS in weights else None

@@ -20,8 +20,7 @@ from paceline.drafter.methods.layers import (
 )
 from paceline.kernels.rows import convolve_blocks
 
-Factors = tuple[Tensor, Tensor]
-"""Cosines and sines of positions, each ``[N, 1, S, D / 2]``."""
+Factors = tuple[Tensor, Tensor]  # cosines and sines of positions, each ``[N, 1, S, D / 2]``
 
 
 class DSparkAttention(Projections):

@@ -54,21 +54,13 @@ class Eagle3Config(TappedShape):
 
     COUNTS: ClassVar = (*TappedShape.COUNTS, "target_hidden")
 
-    target_hidden: int = 0
-    """Width of the target's hidden states; 0: that of the layer."""
-
-    qk_norm: bool = False
-    """Whether heads of queries and keys are normalised."""
-
+    target_hidden: int = 0  # width of the target's hidden states; 0: that of the layer
+    qk_norm: bool = False  # whether heads of queries and keys are normalised
     norm_before_residual: bool = False
     """Whether the residual stream begins with the normalised hidden state."""
 
-    norm_before_fc: bool = False
-    """Whether the target's states are normalised, side by side."""
-
-    fc_norm: bool = False
-    """Whether each of the target's states is normalised (EAGLE-3.1)."""
-
+    norm_before_fc: bool = False  # whether the target's states are normalised, side by side
+    fc_norm: bool = False  # whether each of the target's states is normalised (EAGLE-3.1)
     norm_output: bool = False
     """Whether the layer's output is normalised before it is an input again (EAGLE-3.1)."""
 

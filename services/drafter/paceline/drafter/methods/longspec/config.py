@@ -30,8 +30,7 @@ _SECTION_FIELDS = {
     "target_layers": int,
     "final_norm": bool,
     "draft_vocab_size": int,
-}
-"""Fields of the configuration in the ``paceline`` section."""
+}  # fields of the configuration in the ``paceline`` section
 
 
 @dataclass(frozen=True)
@@ -45,15 +44,9 @@ class LongSpecConfig(LayerShape):
 
     HF_FIELDS: ClassVar = {**LayerShape.HF_FIELDS, "window": "sliding_window"}
 
-    target_layer: int
-    """Target layer whose keys and values are read, 0 for the first."""
-
-    target_layers: int
-    """Number of layers of the target."""
-
-    window: int = 512
-    """Positions that self-attention sees, the token's own included. Unit: tokens."""
-
+    target_layer: int  # target layer whose keys and values are read, 0 for the first
+    target_layers: int  # number of layers of the target
+    window: int = 512  # positions that self-attention sees, the token's own included, in tokens
     final_norm: bool = True
     """Whether there is a norm before the LM head; the paper's layer has none."""
 

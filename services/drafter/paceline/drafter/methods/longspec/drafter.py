@@ -57,15 +57,12 @@ MAX_FED_TOKENS = 16
 """Maximum number of tokens that a round feeds through the whole layer. Of more, as of a prompt,
 all but the newest get keys and values alone."""
 
-GPU_TREE = {"widths": "4,16,16,16,16"}
-"""The paper's (LongSpec, appendix D)."""
-
+GPU_TREE = {"widths": "4,16,16,16,16"}  # the paper's (LongSpec, appendix D)
 CPU_TREE = {"widths": "8,8", "max_nodes": "10"}
 """The fastest shape with the demo pair, see docs/drafter-design.md. For a target whose step takes
 more of a round's time a deeper tree is better, such as 4,8,8,8 with 16 nodes."""
 
-DEFAULT_CONTEXT = 512
-"""Target positions that a round reads of a cache that it copies. Unit: tokens."""
+DEFAULT_CONTEXT = 512  # target positions that a round reads of a cache that it copies, in tokens
 
 
 class LongSpecLayer(DraftLayers):

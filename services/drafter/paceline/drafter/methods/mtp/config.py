@@ -34,33 +34,24 @@ ENORM, HNORM, PROJECTION, NORM = "enorm", "hnorm", "eh_proj", "shared_head.norm"
 HEAD, EMBEDDING = "shared_head.head", "embed_tokens"
 """Parts of a head besides its layer; the last two may be missing: then they are the target's."""
 
-FINAL_NORM = "model.norm.weight"
-"""The target's norm before its LM head."""
+FINAL_NORM = "model.norm.weight"  # the target's norm before its LM head
 
 
 @dataclass(frozen=True)
 class MtpLayout:
     """How a project stores heads, and what it feeds them."""
 
-    name: str
-    """The first models that have it."""
-
+    name: str  # the first models that have it
     block: str
     """Beginning of the names of a head; ``{head}`` is its number, ``{layer}`` that as a layer of
     the target."""
 
-    begin: str
-    """Beginning of the names of all their tensors."""
-
+    begin: str  # beginning of the names of all their tensors
     parts: Mapping[str, str]
     """Names of the parts that are called differently, all in front of ``.weight``."""
 
-    hidden_first: bool
-    """Whether the projection reads the hidden state before the embedding."""
-
-    after_norm: bool
-    """Whether a head reads the target's states behind the target's final norm."""
-
+    hidden_first: bool  # whether the projection reads the hidden state before the embedding
+    after_norm: bool  # whether a head reads the target's states behind the target's final norm
     feeds_normed: bool
     """Whether the next level reads a head's output behind the norm before the LM head."""
 
@@ -72,7 +63,7 @@ class MtpLayout:
         return name.format(head=head, layer=layers + head)
 
     def head_of(self, name: str, layers: int) -> int | None:
-        """The head whose layer a tensor is of; None: it is of none."""
+        """The head whose layer a tensor is of; None if it is of none."""
         pattern = re.escape(self.block).replace(r"\{head\}", r"(\d+)")
         match = re.match(pattern.replace(r"\{layer\}", r"(\d+)"), name)
         if match is None:
@@ -120,8 +111,7 @@ LAYOUTS = (
         feeds_normed=True,
     ),
     DEEPSEEK,
-)
-"""Known layouts. Facts of each: docs/drafter-design.md."""
+)  # Known layouts. Facts of each: docs/drafter-design.md.
 
 
 @dataclass(frozen=True)
@@ -138,9 +128,7 @@ class MtpConfig(TappedShape):
     heads: int = field(default=1, kw_only=True)
     """Number of heads. Level n of a tree is drafted by the nth, deeper ones by the last."""
 
-    layout: MtpLayout = field(default=DEEPSEEK, kw_only=True)
-    """How the folder stores them."""
-
+    layout: MtpLayout = field(default=DEEPSEEK, kw_only=True)  # how the folder stores them
     block: DecoderConfig | None = field(default=None, kw_only=True)
     """Their layer, as one of a model; None: in training, a layer of ``llama`` or ``qwen3``."""
 
@@ -198,7 +186,7 @@ class HeadTensors(Tensors[Weight]):
 
 
 def head_count(described: Mapping[str, Any]) -> int | None:
-    """The number of heads that a config.json names; None: it names none."""
+    """The number of heads that a config.json names; None if it names none."""
     text = described.get("text_config")
     parts = [described, text if isinstance(text, dict) else {}]
     found = [part[name] for part in parts for name in COUNTS if part.get(name) is not None]

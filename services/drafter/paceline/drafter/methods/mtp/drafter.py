@@ -66,26 +66,13 @@ _EMBEDDING = "model.embed_tokens.weight"
 class MtpHead:
     """The parts of a head."""
 
-    enorm: Norm
-    """Norm of embedded tokens."""
-
-    hnorm: Norm
-    """Norm of hidden states."""
-
-    embedded: Linear
-    """The half of the projection that reads embedded tokens."""
-
-    hidden: Linear
-    """The half that reads hidden states."""
-
-    layer: DecoderLayer
-    """The layer behind it."""
-
-    norm: Norm
-    """The norm before the LM head."""
-
-    head: Linear
-    """The LM head."""
+    enorm: Norm  # norm of embedded tokens
+    hnorm: Norm  # norm of hidden states
+    embedded: Linear  # the half of the projection that reads embedded tokens
+    hidden: Linear  # the half that reads hidden states
+    layer: DecoderLayer  # the layer behind it
+    norm: Norm  # the norm before the LM head
+    head: Linear  # the LM head
 
 
 class MtpLayers(FeedbackLayers):
