@@ -18,14 +18,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "native"
-PREBUILT = Path(__file__).parent / "prebuilt"
-"""Folder of the libraries in a platform wheel."""
+PREBUILT = Path(__file__).parent / "prebuilt"  # folder of the libraries in a platform wheel
 
 _AVX2 = ("avx2", "fma", "bmi2", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
 _VNNI = (*_AVX512, "avx512_vnni")
 _X86 = platform.machine() in ("x86_64", "AMD64")
 
+# Instruction sets of each level, fastest first, as in /proc/cpuinfo.
 LEVELS: dict[str, tuple[str, ...]] = {
     "amx": (*_VNNI, "amx_tile", "amx_bf16", "amx_int8"),
     "avx512bf16": (*_VNNI, "avx512_bf16"),
@@ -35,13 +35,12 @@ LEVELS: dict[str, tuple[str, ...]] = {
     "avx2": _AVX2,
     "generic": (),
 }
-"""Instruction sets of each level, fastest first, as in /proc/cpuinfo."""
 if not _X86:
     LEVELS = {"dotprod": ("asimddp",), "generic": ()}
 
+# Variable with sanitizers, such as `address,undefined`: kernels are then compiled here with them
+# and with the checks of `native/check.h`. `make sanitize` sets it and loads their runtimes.
 SANITIZERS = "PACELINE_SANITIZE"
-"""Variable with sanitizers, such as ``address,undefined``: kernels are then compiled here with them
-and with the checks of ``native/check.h``. ``make sanitize`` sets it and loads their runtimes."""
 
 # No contraction: only explicit FMAs are fused, so that all levels and compilers give the same bits.
 _FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-std=gnu11", "-fopenmp")

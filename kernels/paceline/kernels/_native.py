@@ -30,14 +30,13 @@ from paceline.kernels import _compile
 
 VARIABLE = "PACELINE_CPU_LEVEL"
 
-NUMERICS = ("auto", "portable", "avx512_bf16", "amx")
-"""Choices of :func:`choose_numerics`."""
+NUMERICS = ("auto", "portable", "avx512_bf16", "amx")  # choices of `choose_numerics`
 
-_OWN_NUMERICS = {"amx": "amx", "avx512bf16": "avx512_bf16"}
-"""Numerics of their own, by level."""
+_OWN_NUMERICS = {"amx": "amx", "avx512bf16": "avx512_bf16"}  # numerics of their own, by level
 
 _AT, _COUNT, _KEY = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64
 _FLOAT, _DOUBLE = ctypes.c_float, ctypes.c_double
+# Types of the result and the arguments of each function.
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "paceline_linear_check": (_COUNT,),
     "paceline_dot_check": (_COUNT,),
@@ -53,7 +52,6 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "paceline_logsumexp": (_DOUBLE, _AT, _COUNT, _AT),
     "paceline_candidates": (None, _AT, *[_COUNT] * 4, _FLOAT, _AT, _AT, _AT),
 }
-"""Types of the result and the arguments of each function."""
 
 _log = logging.getLogger(__name__)
 
@@ -62,17 +60,10 @@ _log = logging.getLogger(__name__)
 class CpuKernels:
     """The CPU kernels of this process."""
 
-    level: str
-    """The level they are compiled for."""
-
-    library: ctypes.CDLL
-    """The loaded kernels."""
-
-    origin: str
-    """Where they come from."""
-
-    file: str
-    """Path of the library; its name has a digest of sources and flags."""
+    level: str  # the level they are compiled for
+    library: ctypes.CDLL  # the loaded kernels
+    origin: str  # where they come from
+    file: str  # path of the library; its name has a digest of sources and flags
 
 
 class KernelsError(OSError):

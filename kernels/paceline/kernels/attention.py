@@ -22,46 +22,35 @@ from paceline.kernels.caches import Plane, from_rows, head_width, span
 from paceline.kernels.devices import kernels_for
 from paceline.kernels.trees import TreePlan
 
+# Rows of one block whose scores attention records on GPUs; those of further rows, and weights, are
+# recorded by another kernel there, which reads the keys again.
 MAX_PROBES = 2
-"""Rows of one block whose scores attention records on GPUs; those of further rows, and weights,
-are recorded by another kernel there, which reads the keys again."""
 
 
 @dataclass(frozen=True)
 class Probe:
     """Request to record the scores of one row over the committed prefix."""
 
-    block: int
-    """Index of the block in the plan."""
-
-    node: int
-    """Index of the row in the block."""
-
+    block: int  # index of the block in the plan
+    node: int  # index of the row in the block
+    # float32 `[Hkv, n]` with a dense last dimension and n at least the block's start; for each
+    # prefix position, the sum over the query heads that share a kv head.
     out: Tensor
-    """float32 ``[Hkv, n]`` with a dense last dimension and n at least the block's start; for each
-    prefix position, the sum over the query heads that share a kv head."""
-
+    # Whether to record softmax weights; else the scaled scores before the softmax, -inf for
+    # positions outside of a window.
     weights: bool = False
-    """Whether to record softmax weights; else the scaled scores before the softmax, -inf for
-    positions outside of a window."""
 
 
 @dataclass(frozen=True)
 class ProbedBlock:
     """Output buffer of a captured pass for the scores of a block in all recorded layers."""
 
-    block: int
-    """Index of the block."""
-
-    nodes: tuple[int, ...]
-    """Rows of the block."""
-
+    block: int  # index of the block
+    nodes: tuple[int, ...]  # rows of the block
+    # float32 `[layers, nodes or more, Hkv, n]` with a dense last dimension and n at least the
+    # block's start. The part of a row is as `Probe.out`.
     out: Tensor
-    """float32 ``[layers, nodes or more, Hkv, n]`` with a dense last dimension and n at least the
-    block's start. The part of a row is as :attr:`Probe.out`."""
-
-    weights: bool = False
-    """Whether to record softmax weights."""
+    weights: bool = False  # whether to record softmax weights
 
     @property
     def again(self) -> bool:
@@ -72,8 +61,7 @@ class ProbedBlock:
 class GraphProbes(tuple[Probe, ...]):
     """No probes: records the scores of a layer that a plan with fixed tables names."""
 
-    layer: int
-    """Index of the layer among the recorded layers."""
+    layer: int  # index of the layer among the recorded layers
 
     def __new__(cls, layer: int) -> GraphProbes:
         """Make the probes of a layer."""
@@ -90,39 +78,19 @@ class GraphProbes(tuple[Probe, ...]):
 class AttentionCall:
     """Checked arguments of :func:`tree_attention`, and where the results go."""
 
-    q: Tensor
-    """Queries, ``[M, Hq, D]``."""
-
-    keys: Sequence[Plane]
-    """Keys of each sequence, ``[Hkv, capacity, D]`` or in pages."""
-
-    values: Sequence[Plane]
-    """Values, like ``keys``."""
-
-    plan: TreePlan
-    """The packed blocks."""
-
-    scale: float
-    """Factor on the scores."""
-
-    window: int | None
-    """Sliding window in tokens, or None."""
-
-    out: Tensor
-    """The attention of every row, ``[M, Hq, D]``."""
-
+    q: Tensor  # queries, `[M, Hq, D]`
+    keys: Sequence[Plane]  # keys of each sequence, `[Hkv, capacity, D]` or in pages
+    values: Sequence[Plane]  # values, like `keys`
+    plan: TreePlan  # the packed blocks
+    scale: float  # factor on the scores
+    window: int | None  # sliding window in tokens, or None
+    out: Tensor  # the attention of every row, `[M, Hq, D]`
+    # Log-sum-exp of the scaled scores of every row, float32 `[M, Hq]`; None if no probe needs it.
     lse: Tensor | None = None
-    """Log-sum-exp of the scaled scores of every row, float32 ``[M, Hq]``; None if no probe needs
-    it."""
-
-    probes: Sequence[Probe] = ()
-    """Scores to record, without an effect on the result."""
-
-    cap: float = 0.0
-    """Soft cap of the scaled scores; 0: none."""
-
+    probes: Sequence[Probe] = ()  # scores to record, without an effect on the result
+    cap: float = 0.0  # soft cap of the scaled scores; 0: none
+    # float32 `[Hq]`, one extra logit per head in the softmax denominator; None: none.
     sinks: Tensor | None = None
-    """float32 ``[Hq]``, one extra logit per head in the softmax denominator; None: none."""
 
     def scores(self, q: Tensor, key: Tensor) -> Tensor:
         """Scaled and capped scores of float32 queries ``[..., n, D]`` and keys ``[..., m, D]``."""

@@ -18,11 +18,10 @@ from torch import Tensor
 from paceline.kernels._native import address
 from paceline.kernels.structures import CPlane
 
+# Elements of a head at most for the Triton kernels: a tile of it fits every GPU. Tiles are as wide
+# as a power of two, and those of 512 elements fit none in 16 bits: they take 256 KiB of shared
+# memory, of which a program on an H100 has 227. In float32 they take 161 KiB, which few GPUs have.
 MAX_GPU_WIDTH = 256
-"""Elements of a head at most for the Triton kernels: a tile of it fits every GPU. Tiles are as wide
-as a power of two, and those of 512 elements fit none in 16 bits: they take 256 KiB of shared
-memory, of which a program on an H100 has 227. In float32 they take 161 KiB, which few GPUs have.
-"""
 
 SCALE_BYTES = 4
 _LARGEST = 127
@@ -63,17 +62,10 @@ class PagedPlane:
     size of 1 the table lists single slots of the pool: sparse attention.
     """
 
-    pool: Tensor
-    """``[pages, Hkv, page_size, D]``, any strides with a dense last dimension."""
-
-    tables: Tensor
-    """Page tables of all sequences, int32 ``[rows, n]``, dense, on the pool's device."""
-
-    row: int
-    """The table of this sequence."""
-
-    capacity: int
-    """Slots with pages. Unit: tokens."""
+    pool: Tensor  # `[pages, Hkv, page_size, D]`, any strides with a dense last dimension
+    tables: Tensor  # page tables of all sequences, int32 `[rows, n]`, dense, on the pool's device
+    row: int  # the table of this sequence
+    capacity: int  # slots with pages. Unit: tokens.
 
     @property
     def page_size(self) -> int:
@@ -110,9 +102,9 @@ class PagedPlane:
         return self.tables[self.row, slots // self.page_size].long()
 
 
+# Keys or values of a layer and sequence: `[Hkv, capacity, D]`, or the same in pages; see
+# `paceline.kernels.caches` for int8.
 Plane = Tensor | PagedPlane
-"""Keys or values of a layer and sequence: ``[Hkv, capacity, D]``, or the same in pages; see
-:mod:`paceline.kernels.caches` for int8."""
 
 
 def head_width(plane: Plane) -> int:
@@ -172,19 +164,14 @@ class LayerTable:
             ValueError: Shapes or types differ, or a last dimension is not dense.
         """
         first = layers[0][0]
-        self.layers = len(layers)
-        """Number of layers."""
-        self.dtype = first.dtype
-        """Type of keys and values."""
-        self.heads = first.shape[0]
-        """Kv heads of every layer."""
-        self.capacity = first.shape[1]
-        """Slots of every layer."""
-        self.dim = head_width(first)
-        """Width of a head."""
+        self.layers = len(layers)  # number of layers
+        self.dtype = first.dtype  # type of keys and values
+        self.heads = first.shape[0]  # kv heads of every layer
+        self.capacity = first.shape[1]  # slots of every layer
+        self.dim = head_width(first)  # width of a head
         self._rows = (CPlane * (2 * len(layers)))()
+        # Address of the C array `Cache [layers][2]`, keys then values.
         self.address = ctypes.addressof(self._rows)
-        """Address of the C array ``Cache [layers][2]``, keys then values."""
         for index, plane in enumerate(plane for both in layers for plane in both):
             if (plane.shape, plane.dtype, plane.stride(2)) != (first.shape, first.dtype, 1):
                 raise ValueError(

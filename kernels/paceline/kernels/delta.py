@@ -34,23 +34,12 @@ _UNIT_EPS = 1e-6
 class DeltaShape:
     """Shape of all layers with the gated delta rule."""
 
-    layers: int
-    """Number of these layers."""
-
-    key_heads: int
-    """Heads of queries and keys, Hk."""
-
-    value_heads: int
-    """Heads of values, Hv, a multiple of Hk; each has a state."""
-
-    key_dim: int
-    """Width of a query and a key, Dk."""
-
-    value_dim: int
-    """Width of a value, Dv."""
-
-    taps: int
-    """Tokens that the convolution reads, 2 to ``MAX_TAPS``."""
+    layers: int  # number of these layers
+    key_heads: int  # heads of queries and keys, Hk
+    value_heads: int  # heads of values, Hv, a multiple of Hk; each has a state
+    key_dim: int  # width of a query and a key, Dk
+    value_dim: int  # width of a value, Dv
+    taps: int  # tokens that the convolution reads, 2 to `MAX_TAPS`
 
     @property
     def channels(self) -> int:
@@ -75,20 +64,12 @@ class Delta:
     decays before their activations ``[Hv]``, then gates ``[Hv Dv]``.
     """
 
-    shape: DeltaShape
-    """Shape of all layers with the rule."""
-
+    shape: DeltaShape  # shape of all layers with the rule
+    # Weights of the channels, the newest token's last, float32 `[taps, channels]`.
     convolution: Tensor
-    """Weights of the channels, the newest token's last, float32 ``[taps, channels]``."""
-
-    rates: Tensor
-    """Rates of ``exp(-rate softplus(x + bias))``, float32 ``[Hv]``."""
-
-    bias: Tensor
-    """float32 ``[Hv]``."""
-
-    norm: Norm
-    """The norm of the outputs of a head."""
+    rates: Tensor  # rates of `exp(-rate softplus(x + bias))`, float32 `[Hv]`
+    bias: Tensor  # float32 `[Hv]`
+    norm: Norm  # the norm of the outputs of a head
 
     def to_c(self) -> ctypes.Structure:
         """``Delta`` of ``native/delta.h``; the layer must outlive it."""
@@ -248,16 +229,15 @@ class DeltaPass:
         """
         blocks = call.plan.blocks
         last = {block.sequence: index for index, block in enumerate(blocks)}
+        # Rows of each block that the stored states will include.
         self.committed = [
             block.length if last[block.sequence] != index else _committed(block)
             for index, block in enumerate(blocks)
         ]
-        """Rows of each block that the stored states will include."""
         starts: dict[int, int] = {}
         for block in blocks:
             starts.setdefault(block.sequence, block.start)
-        self.steps: list[_Step | None] = []
-        """Step of each sequence; None: it has no block."""
+        self.steps: list[_Step | None] = []  # step of each sequence; None: it has no block
         for index, cache in enumerate(call.caches):
             if index not in starts:
                 self.steps.append(None)

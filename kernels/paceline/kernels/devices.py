@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("paceline.kernels")
 
-BACKENDS = ("triton", "flash_attn")
-"""Packages that attend on GPUs."""
+BACKENDS = ("triton", "flash_attn")  # packages that attend on GPUs
 
 VARIABLE = "PACELINE_ATTENTION"
 MIN_CAPABILITY = (8, 0)
@@ -31,8 +30,7 @@ MIN_CAPABILITY = (8, 0)
 class DeviceKernels(Protocol):
     """The kernels of a kind of device. None of them waits for the device."""
 
-    name: str
-    """Which of ``BACKENDS`` attends."""
+    name: str  # which of `BACKENDS` attends
 
     @property
     def rows(self) -> RowKernels:
@@ -88,8 +86,8 @@ class DeviceKernels(Protocol):
         ...
 
 
+# By type of device. Tests and measurements add reference kernels for "cpu".
 LOADED: dict[str, DeviceKernels] = {}
-"""By type of device. Tests and measurements add reference kernels for "cpu"."""
 
 
 def kernels_for(device: torch.device | str) -> DeviceKernels:

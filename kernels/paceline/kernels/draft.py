@@ -24,27 +24,17 @@ _OUT_OF_MEMORY = 1
 class DraftBlockModel:
     """The parts of a model of draft blocks beside its program (DSpark, section 3)."""
 
+    # Program of hidden states `[n, states]` to the keys and values of contexts.
     context: NativeProgram
-    """Program of hidden states ``[n, states]`` to the keys and values of contexts."""
-
-    length: int
-    """Positions of a block."""
-
-    levels: int
-    """The last of them, which predict."""
-
-    mask: int
-    """Token of the positions behind the anchor."""
-
-    state_input: bool
-    """Whether a block's positions read the newest states."""
-
+    length: int  # positions of a block
+    levels: int  # the last of them, which predict
+    mask: int  # token of the positions behind the anchor
+    state_input: bool  # whether a block's positions read the newest states
+    # The sequential head: W1 `[rows, rank]`, float32, and W2 `[R, rank]`, packed.
     head: tuple[Tensor, PackedMatrix] | None
-    """The sequential head: W1 ``[rows, rank]``, float32, and W2 ``[R, rank]``, packed."""
-
+    # The confidence head: weights of the hidden state `[hidden]`, by row of W1 the share of the
+    # token before, and what its logits are divided by `[levels]`; all float32.
     confidence: tuple[Tensor, Tensor, Tensor] | None
-    """The confidence head: weights of the hidden state ``[hidden]``, by row of W1 the share of the
-    token before, and what its logits are divided by ``[levels]``; all float32."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +44,8 @@ class StateText:
     Its program for levels reads its own tap 0 at the parents of the nodes.
     """
 
-    program: NativeProgram
-    """Tokens and states to logits and tap 0."""
-
-    states: int
-    """Width of the states of a position."""
+    program: NativeProgram  # tokens and states to logits and tap 0
+    states: int  # width of the states of a position
 
 
 class NativeDraft:
@@ -84,8 +71,8 @@ class NativeDraft:
             text: How a model of levels reads texts with states; None: it reads tokens alone.
         """
         self._kept: list[Any] = [program, ids, block, text]
+        # Positions of a block; 0: a model of levels.
         self.length = 0 if block is None else block.length
-        """Positions of a block; 0: a model of levels."""
         self._model = CModel(
             block=program.address,
             hidden=program.width,

@@ -43,14 +43,14 @@ from paceline.kernels.trees import (
 if TYPE_CHECKING:
     from paceline.kernels.linear import PackedMatrix
 
+# Types of caches, in the order of `native/cache_rows.h`.
 CACHE_TYPES = (torch.float32, torch.bfloat16, torch.int8)
-"""Types of caches, in the order of ``native/cache_rows.h``."""
 
 _OUT_OF_MEMORY = 1
 _ZEROS = (ctypes.c_int32 * MAX_TREE_NODES)()
 _RISING = (ctypes.c_int32 * (MAX_TREE_NODES + 1))(*range(MAX_TREE_NODES + 1))
+# Depths, paths and their starts of nodes that all are the first slot after the prefix.
 _NODES = tuple(map(ctypes.addressof, (_ZEROS, _ZEROS, _RISING)))
-"""Depths, paths and their starts of nodes that all are the first slot after the prefix."""
 
 
 class NativeTables:
@@ -74,14 +74,10 @@ class NativeTables:
                 tiles += (index, node, stop - node)
         table = (ctypes.c_int64 * len(tiles))(*tiles)
         self._kept.append(table)
-        self.blocks = len(rows)
-        """Number of blocks."""
-        self.tiles = len(tiles) // 3
-        """Number of tiles."""
-        self.block = ctypes.addressof(rows)
-        """Address of ``QueryBlock [blocks]``."""
-        self.tile = ctypes.addressof(table)
-        """Address of the tiles, int64 ``[tiles, 3]``."""
+        self.blocks = len(rows)  # number of blocks
+        self.tiles = len(tiles) // 3  # number of tiles
+        self.block = ctypes.addressof(rows)  # address of `QueryBlock [blocks]`
+        self.tile = ctypes.addressof(table)  # address of the tiles, int64 `[tiles, 3]`
 
     @classmethod
     def of(cls, plan: TreePlan, group: int) -> NativeTables:
@@ -140,17 +136,15 @@ class NativeProgram:
         """
         _check(program)
         self._heads, self._layers, self._dtype = program.heads, program.layers, program.dtype
-        self.numerics = program.numerics
-        """Numerics of the program."""
-        self.program = program
-        """The program."""
+        self.numerics = program.numerics  # numerics of the program
+        self.program = program  # the program
+        # int64 `[operations]`, to which each run adds the time of the stages that begin with an
+        # operation: the row-wise ones behind it, and what prepares rows for a product, are of the
+        # same stage. Unit: nanoseconds. None: runs are not measured.
         self.nanoseconds: Tensor | None = None
-        """int64 ``[operations]``, to which each run adds the time of the stages that begin with an
-        operation: the row-wise ones behind it, and what prepares rows for a product, are of the
-        same stage. Unit: nanoseconds. None: runs are not measured."""
         self._kept: list[Any] = []
+        # Width of the first operation's rows.
         self.width = program.buffers[program.operations[0].out].width
-        """Width of the first operation's rows."""
         self._vocabulary = program.buffers[0].width
         operations = (COperation * len(program.operations))(
             *map(self._translate, program.operations)
@@ -180,8 +174,7 @@ class NativeProgram:
             cap=program.heads.cap,
         )
         self._kept += [operations, buffers]
-        self.address = ctypes.addressof(self._program)
-        """Address of ``Program`` of ``native/program.h``."""
+        self.address = ctypes.addressof(self._program)  # address of `Program` of `native/program.h`
         self._library = library
         self._memory = threading.local()
 
@@ -409,8 +402,8 @@ class Executor:
         they are packed for the CPU, and the compiled kernels cannot run it."""
         self._program = program
         packed = all(matrix.packed for op in program.operations for matrix in op.matrices)
+        # The program for compiled kernels, which run it where no cache is in pages.
         self.native = NativeProgram(library(), program) if packed else None
-        """The program for compiled kernels, which run it where no cache is in pages."""
 
     def run(self, call: Pass) -> PassResult:
         """Run the operations; keys and values are written to the caches.

@@ -23,8 +23,7 @@ from paceline.kernels.quantised import QUANT_BLOCK, QuantisedMatrix
 from paceline.kernels.rotated import RotatedMatrix
 from paceline.kernels.structures import CMatrix
 
-ALIGNMENT = 64
-"""Bytes; a cache line."""
+ALIGNMENT = 64  # bytes; a cache line
 
 _CHUNK = 32 << 20
 _HUGE = 2 << 20
@@ -33,9 +32,9 @@ _ROWS = 64
 PANEL = 16
 _PADDED = 2 * PANEL
 _ROTATED = 64  # inputs that rotated weights are padded to
+# Formats of packed weights, in the order of the C kernels: int8 and int4 are in blocks of 32,
+# rotated is `paceline.kernels.rotated`.
 FORMATS = ("float32", "bfloat16", "int8", "int4", "rotated")
-"""Formats of packed weights, in the order of the C kernels: int8 and int4 are in blocks of 32,
-rotated is :mod:`paceline.kernels.rotated`."""
 
 _TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -71,8 +70,8 @@ def _map(size: int) -> Tensor:
     return whole[start : start + size]
 
 
+# `allocate(size) -> Tensor`: uint8 zeros `[size]` at a multiple of `ALIGNMENT`.
 allocate = _Chunks().allocate
-"""``allocate(size) -> Tensor``: uint8 zeros ``[size]`` at a multiple of ``ALIGNMENT``."""
 
 
 def multiply_natively(native: ctypes.CDLL, x: Tensor, matrix: CMatrix) -> Tensor:
@@ -106,32 +105,15 @@ def multiply_floats(
 class PackedMatrix:
     """The weights of a linear layer as the kernels read them."""
 
-    format: str
-    """One of ``FORMATS``."""
-
-    outs: int
-    """Number of outputs."""
-
-    ins: int
-    """Number of inputs."""
-
-    values: Tensor
-    """Packed weights, uint8, at a multiple of 64 bytes."""
-
-    bias: Tensor | None = None
-    """float32 ``[outs]``, or None."""
-
-    offset: int = 0
-    """Subtracted from the stored values of "int8" and "int4"."""
-
-    minima: bool = False
-    """Whether blocks of "int8" and "int4" have minima."""
-
-    scales_f16: bool = False
-    """Whether their scales and minima are float16, else float32."""
-
-    rotation: int = 0
-    """Inputs of "rotated" that are rotated together; 0: of other formats."""
+    format: str  # one of `FORMATS`
+    outs: int  # number of outputs
+    ins: int  # number of inputs
+    values: Tensor  # packed weights, uint8, at a multiple of 64 bytes
+    bias: Tensor | None = None  # float32 `[outs]`, or None
+    offset: int = 0  # subtracted from the stored values of "int8" and "int4"
+    minima: bool = False  # whether blocks of "int8" and "int4" have minima
+    scales_f16: bool = False  # whether their scales and minima are float16, else float32
+    rotation: int = 0  # inputs of "rotated" that are rotated together; 0: of other formats
 
     def __post_init__(self) -> None:
         for name, tensor in self.tensors().items():

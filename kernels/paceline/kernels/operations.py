@@ -17,9 +17,8 @@ from paceline.kernels.rotated import IntSums
 from paceline.kernels.rows import clamped_gate, convolve_blocks, gelu_gate
 from paceline.kernels.trees import ContextBlock, plan_trees, send
 
+# Rows of a buffer. Products of integers keep their scales apart, for the kernel that reads them.
 Rows = Tensor | IntSums
-"""Rows of a buffer. Products of integers keep their scales apart, for the kernel that reads
-them."""
 
 
 class OneByOne:
@@ -29,14 +28,12 @@ class OneByOne:
         self.program, self.call = program, call
         self.kernels = kernels_for(call.plan.device).rows
         self.states = DeltaPass(call) if program.recurrent else None
-        self.buffers: dict[int, Rows] = {}
-        """Rows by the number of their buffer."""
+        self.buffers: dict[int, Rows] = {}  # rows by the number of their buffer
         self.taps: dict[int, Tensor] = {}
         self.queries: dict[int, Tensor] = {}
+        # Rows of COMBINE by slot: `row * top + rank`.
         self.slots = torch.empty(0, dtype=torch.int64)
-        """Rows of COMBINE by slot: ``row * top + rank``."""
-        self.chosen = torch.empty(0, dtype=torch.int64)
-        """Experts by slot, rising."""
+        self.chosen = torch.empty(0, dtype=torch.int64)  # experts by slot, rising
 
     def scaled(self, index: int) -> Tensor:
         """The rows of a buffer, which keeps them with their scales."""
@@ -256,6 +253,7 @@ def _attend_context(run: OneByOne, op: Operation) -> Tensor:
     return attended.flatten(1).to(run.program.dtype)
 
 
+# How each kind runs on a GPU: returns the rows of buffer `op.out`; None if it has none.
 OPERATIONS: Mapping[Kind, Callable[[OneByOne, Operation], Rows | None]] = {
     Kind.EMBED: _embed,
     Kind.INPUT: _input,
@@ -276,4 +274,3 @@ OPERATIONS: Mapping[Kind, Callable[[OneByOne, Operation], Rows | None]] = {
     Kind.DELTA: _delta,
     Kind.SIGMOID_GATE: _sigmoid_gate,
 }
-"""How each kind runs on a GPU: returns the rows of buffer ``op.out``; None if it has none."""

@@ -26,11 +26,8 @@ MAX_EXPERTS = 1024
 class Matrix(Protocol):
     """A linear layer."""
 
-    out_features: int
-    """Number of outputs."""
-
-    packed: PackedMatrix | None
-    """The packed weight; None where only torch can multiply."""
+    out_features: int  # number of outputs
+    packed: PackedMatrix | None  # the packed weight; None where only torch can multiply
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[rows, in]`` to ``[rows, out]`` in the type of ``x``."""
@@ -58,14 +55,9 @@ class ExpertMatrices(Protocol):
 class Routing:
     """How rows are routed to experts."""
 
-    experts: int
-    """Experts of a layer, at most ``MAX_EXPERTS``."""
-
-    top: int
-    """Experts of a row: those with the highest scores, the lower number among equal ones."""
-
-    among: bool
-    """Shares are a softmax over the scores of these, not of all experts."""
+    experts: int  # experts of a layer, at most `MAX_EXPERTS`
+    top: int  # experts of a row: those with the highest scores, the lower number among equal ones
+    among: bool  # shares are a softmax over the scores of these, not of all experts
 
 
 class Kind(Enum):
@@ -112,20 +104,11 @@ class Buffer:
 class Heads:
     """Attention heads of a model."""
 
-    q_heads: int
-    """Query heads."""
-
-    kv_heads: int
-    """Key and value heads."""
-
-    dim: int
-    """Width of a head."""
-
-    scale: float | None = None
-    """Factor on attention scores; None: ``dim ** -0.5``."""
-
-    cap: float = 0.0
-    """Soft cap of attention scores, ``cap * tanh(score / cap)``; 0: none."""
+    q_heads: int  # query heads
+    kv_heads: int  # key and value heads
+    dim: int  # width of a head
+    scale: float | None = None  # factor on attention scores; None: `dim ** -0.5`
+    cap: float = 0.0  # soft cap of attention scores, `cap * tanh(score / cap)`; 0: none
 
     @property
     def factor(self) -> float:
@@ -137,61 +120,33 @@ class Heads:
 class Operation:
     """One operation; ``native/program.h`` says what each kind does."""
 
-    kind: Kind
-    """Kind of the operation."""
-
-    source: int = 0
-    """Buffer it reads."""
-
-    delta: int = 0
-    """Buffer it adds to ``source``; 0: none."""
-
-    out: int = 0
-    """Buffer it writes."""
-
-    layer: int = 0
-    """Layer of the caches, probes and taps that it uses."""
-
+    kind: Kind  # kind of the operation
+    source: int = 0  # buffer it reads
+    delta: int = 0  # buffer it adds to `source`; 0: none
+    out: int = 0  # buffer it writes
+    layer: int = 0  # layer of the caches, probes and taps that it uses
+    # Newest positions that ATTEND or ATTEND_CONTEXT reads, 0 for all; those of CONVOLVE.
     window: int = 0
-    """Newest positions that ATTEND or ATTEND_CONTEXT reads, 0 for all; those of CONVOLVE."""
-
+    # Embedding `[V, hidden]` of EMBED, float32 or bfloat16, or packed; weights of the channels of
+    # CONVOLVE.
     table: Tensor | PackedMatrix | None = None
-    """Embedding ``[V, hidden]`` of EMBED, float32 or bfloat16, or packed; weights of the channels
-    of CONVOLVE."""
-
+    # The norm of ADD_NORM, or those of ROTATE: of query and key heads, or of all queries and all
+    # keys together, by the width of their weights.
     norms: tuple[Norm, ...] = ()
-    """The norm of ADD_NORM, or those of ROTATE: of query and key heads, or of all queries and all
-    keys together, by the width of their weights."""
-
+    # Heads that ROTATE reads; none of one kind: they are not in its source.
     heads: Heads | None = None
-    """Heads that ROTATE reads; none of one kind: they are not in its source."""
-
-    matrix: Matrix | None = None
-    """The linear layer of MULTIPLY."""
-
-    rope: int = 0
-    """Which table of the run ROTATE uses."""
-
+    matrix: Matrix | None = None  # the linear layer of MULTIPLY
+    rope: int = 0  # which table of the run ROTATE uses
+    # Factor on the delta of ADD_NORM and ADD, on the rows of EMBED; the cap of CAP.
     factor: float = 1.0
-    """Factor on the delta of ADD_NORM and ADD, on the rows of EMBED; the cap of CAP."""
-
-    gelu: bool = False
-    """Whether the activation of GATE is GELU (its form with tanh), not SiLU."""
-
-    limit: float = 0.0
-    """Limit of the gates and ups of GATE, in the form of gpt-oss; 0: none."""
-
+    gelu: bool = False  # whether the activation of GATE is GELU (its form with tanh), not SiLU
+    limit: float = 0.0  # limit of the gates and ups of GATE, in the form of gpt-oss; 0: none
+    # Sinks of ATTEND, float32 `[Hq]`: one extra logit per head in the softmax denominator.
     sinks: Tensor | None = None
-    """Sinks of ATTEND, float32 ``[Hq]``: one extra logit per head in the softmax denominator."""
-
-    routing: Routing | None = None
-    """How ROUTE chooses experts."""
-
+    routing: Routing | None = None  # how ROUTE chooses experts
+    # The linear layers of MULTIPLY over slots, instead of `matrix`.
     experts: ExpertMatrices | None = None
-    """The linear layers of MULTIPLY over slots, instead of ``matrix``."""
-
-    rule: Delta | None = None
-    """The layer of DELTA, whose ``layer`` counts such layers."""
+    rule: Delta | None = None  # the layer of DELTA, whose `layer` counts such layers
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
@@ -205,93 +160,59 @@ class Operation:
 class Context:
     """Keys and values that all rows of a sequence attend to."""
 
-    cache: KVCacheView
-    """Its length: keys and values are in its first slots."""
-
-    length: int
-    """Number of these slots, 1 or more."""
+    cache: KVCacheView  # its length: keys and values are in its first slots
+    length: int  # number of these slots, 1 or more
 
 
 @dataclass(frozen=True)
 class Pass:
     """Arguments of one run."""
 
-    tokens: Tensor | None
-    """int64 ``[M]``; None for a program that begins with INPUT."""
-
-    plan: TreePlan
-    """Query blocks of the M rows."""
-
-    caches: Sequence[KVCacheView]
-    """KV by sequence."""
-
+    tokens: Tensor | None  # int64 `[M]`; None for a program that begins with INPUT
+    plan: TreePlan  # query blocks of the M rows
+    caches: Sequence[KVCacheView]  # KV by sequence
+    # Cosines, then sines, float32 `[positions, D]`; several kinds of tables are `[kinds, positions,
+    # D]`.
     table: Tensor
-    """Cosines, then sines, float32 ``[positions, D]``; several kinds of tables are ``[kinds,
-    positions, D]``."""
-
-    selection: Tensor | None = None
-    """Rows that need logits, int64 ``[R]``; None: all."""
-
-    taps: Sequence[int] = ()
-    """Layers whose outputs are wanted."""
-
+    selection: Tensor | None = None  # rows that need logits, int64 `[R]`; None: all
+    taps: Sequence[int] = ()  # layers whose outputs are wanted
+    # Attention scores to record, by layer.
     probes: Mapping[int, Sequence[Probe]] = field(default_factory=dict)
-    """Attention scores to record, by layer."""
-
+    # Rows whose queries are wanted, by layer.
     queries: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    """Rows whose queries are wanted, by layer."""
-
-    contexts: Sequence[Context] = ()
-    """Contexts by sequence, for a program with ATTEND_CONTEXT."""
-
-    inputs: Tensor | None = None
-    """``[M, width]`` of INPUT, float32 or bfloat16."""
+    contexts: Sequence[Context] = ()  # contexts by sequence, for a program with ATTEND_CONTEXT
+    inputs: Tensor | None = None  # `[M, width]` of INPUT, float32 or bfloat16
 
 
 @dataclass(frozen=True)
 class PassResult:
     """Result of a run."""
 
+    # `[R, V]`, float32 from a native call, else in the model's type; empty from a program without
+    # logits.
     logits: Tensor
-    """``[R, V]``, float32 from a native call, else in the model's type; empty from a program
-    without logits."""
-
+    # By layer, its output `[M, hidden]` in the model's type; `[R, hidden]` where it was recorded
+    # after the selection.
     taps: Mapping[int, Tensor]
-    """By layer, its output ``[M, hidden]`` in the model's type; ``[R, hidden]`` where it was
-    recorded after the selection."""
-
+    # By layer, the queries after RoPE that were wanted, float32 `[n, Hq, D]`.
     queries: Mapping[int, Tensor]
-    """By layer, the queries after RoPE that were wanted, float32 ``[n, Hq, D]``."""
 
 
 @dataclass(frozen=True)
 class Program:
     """Recorded operations; :class:`paceline.kernels.Executor` runs them."""
 
+    # The operations in order; if rows are selected, the last one writes buffer 0, the logits.
     operations: tuple[Operation, ...]
-    """The operations in order; if rows are selected, the last one writes buffer 0, the logits."""
-
-    selecting: int
-    """Index of the first operation over selected rows; without any, their number."""
-
-    buffers: tuple[Buffer, ...]
-    """Buffers by number."""
-
-    heads: Heads
-    """Heads of the attention."""
-
-    layers: int
-    """Layers that the caches must have."""
-
-    dtype: torch.dtype
-    """Data type of the model."""
-
-    top: int = 0
-    """Experts of a row, which are its slots; 0 without experts."""
-
+    selecting: int  # index of the first operation over selected rows; without any, their number
+    buffers: tuple[Buffer, ...]  # buffers by number
+    heads: Heads  # heads of the attention
+    layers: int  # layers that the caches must have
+    dtype: torch.dtype  # data type of the model
+    top: int = 0  # experts of a row, which are its slots; 0 without experts
+    # How compiled kernels multiply bfloat16 weights and caches, as
+    # `paceline.kernels.choose_numerics` returns it.
     numerics: str = "portable"
-    """How compiled kernels multiply bfloat16 weights and caches, as
-    :func:`paceline.kernels.choose_numerics` returns it."""
 
     @property
     def recurrent(self) -> bool:

@@ -8,35 +8,25 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-QUANT_BLOCK = 32
-"""Consecutive inputs that share a scale."""
+QUANT_BLOCK = 32  # consecutive inputs that share a scale
 
 _CHUNK = 1 << 18  # weights per piece of work: the temporaries of a search stay in the cache
 _LEVELS = 15  # largest stored value of 4 bits
 _STRETCHES = (-1.0, -0.5, 0.0, 0.5, 1.0)  # added to _LEVELS in the search for a 4-bit scale
 
+# Twice the values of a float of 4 bits (E2M1), without its sign.
 _DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)
-"""Twice the values of a float of 4 bits (E2M1), without its sign."""
 
 
 @dataclass(frozen=True)
 class QuantisedMatrix:
     """A quantised matrix: ``w = scale * (values - offset) + minimum``, computed in float32."""
 
-    values: Tensor
-    """uint8 ``[outs, ins]``, one value a byte; 0..15 for 4 bits."""
-
-    scale: Tensor
-    """float32 ``[outs, ins / 32]``."""
-
-    minimum: Tensor | None
-    """float32 ``[outs, ins / 32]``, or None for zeros."""
-
-    bits: int
-    """8 or 4."""
-
-    offset: int
-    """Subtracted from the stored values: 128 for 8 bits, 8 or 0 for 4 bits."""
+    values: Tensor  # uint8 `[outs, ins]`, one value a byte; 0..15 for 4 bits
+    scale: Tensor  # float32 `[outs, ins / 32]`
+    minimum: Tensor | None  # float32 `[outs, ins / 32]`, or None for zeros
+    bits: int  # 8 or 4
+    offset: int  # subtracted from the stored values: 128 for 8 bits, 8 or 0 for 4 bits
 
     @property
     def shape(self) -> tuple[int, int]:

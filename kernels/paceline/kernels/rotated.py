@@ -31,14 +31,13 @@ from paceline.kernels.devices import kernels_for
 from paceline.kernels.structures import MAX_ROTATED_INS, MAX_ROTATION
 
 LARGEST = 127.0
-SMALLEST = 2.0**-100
-"""Rows with smaller values only are scaled as if this was the largest."""
+SMALLEST = 2.0**-100  # rows with smaller values only are scaled as if this was the largest
 
+# Most inputs: their sum fits an int32, of products with unsigned inputs too.
 MAX_INS = MAX_ROTATED_INS
-"""Most inputs: their sum fits an int32, of products with unsigned inputs too."""
 
+# Largest blocks of inputs that are rotated together: of products, of the down projection.
 SIZE, DOWN_SIZE = 64, MAX_ROTATION
-"""Largest blocks of inputs that are rotated together: of products, of the down projection."""
 
 _MULTIPLE = 8  # of both sides of a matrix, for the GPU's products
 _LEAST_ROWS = 32  # of the GPU's products
@@ -100,20 +99,11 @@ def quantise_rows_natively(native: ctypes.CDLL, x: Tensor, size: int) -> tuple[T
 class IntSums:
     """A product before its scales; kernels that read it can scale it themselves."""
 
-    sums: Tensor
-    """int32, at least ``[M, N]``, dense."""
-
-    rows: Tensor
-    """Factors on the rows, float32 ``[M]``."""
-
-    outs: Tensor
-    """Factors on the outputs, float32 ``[N]``."""
-
-    bias: Tensor | None
-    """float32 ``[N]`` or None."""
-
-    dtype: torch.dtype
-    """Data type of the product."""
+    sums: Tensor  # int32, at least `[M, N]`, dense
+    rows: Tensor  # factors on the rows, float32 `[M]`
+    outs: Tensor  # factors on the outputs, float32 `[N]`
+    bias: Tensor | None  # float32 `[N]` or None
+    dtype: torch.dtype  # data type of the product
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -129,14 +119,9 @@ class IntSums:
 class RotatedMatrix:
     """A matrix of weights."""
 
-    values: Tensor
-    """Int8 ``[outs, ins]``, ``outs`` rounded up to a multiple of 8."""
-
-    scale: Tensor
-    """Factor on each output, float32 ``[outs]``."""
-
-    size: int
-    """Inputs that are rotated together."""
+    values: Tensor  # int8 `[outs, ins]`, `outs` rounded up to a multiple of 8
+    scale: Tensor  # factor on each output, float32 `[outs]`
+    size: int  # inputs that are rotated together
 
     @classmethod
     def of(cls, weight: Tensor, most: int = SIZE) -> Self:

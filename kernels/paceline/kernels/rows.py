@@ -22,18 +22,14 @@ from paceline.kernels.trees import TreePlan
 class Norm:
     """Root mean square norm ``x / rms(x) * weight`` (Zhang and Sennrich 2019)."""
 
-    weight: Tensor
-    """float32 ``[width]``."""
-
-    eps: float
-    """Epsilon, which is added to the mean square."""
+    weight: Tensor  # float32 `[width]`
+    eps: float  # epsilon, which is added to the mean square
 
 
 class RowKernels(Protocol):
     """The row operations of a kind of device. M: packed rows; tensors are dense."""
 
-    scale_sums: bool
-    """Whether products may be given before their scales, as :class:`IntSums`."""
+    scale_sums: bool  # whether products may be given before their scales, as `IntSums`
 
     def add_norm(
         self, x: Tensor, delta: Tensor | IntSums | None, norm: Norm, dtype: torch.dtype

@@ -44,16 +44,16 @@ from paceline.kernels.trees import send
 
 _FIRST_TOP_P_GUESS = 256
 _LARGEST = torch.finfo(torch.float32).max
+# Below it, logits over temperature are so large that noise cannot change their order.
 MIN_TEMPERATURE = 2.0**-60
-"""Below it, logits over temperature are so large that noise cannot change their order."""
 
 _MAX_TEMPERATURE = 2.0**60
+# Largest bias and penalty. All of them together, over the temperature, are finite.
 _MAX_PENALTY = 2.0**40
-"""Largest bias and penalty. All of them together, over the temperature, are finite."""
 
+# Changes of a row, one after the other: different token ids, with what divides their positive
+# logits and multiplies negative ones; what is subtracted; what is added.
 Edits = list[tuple[NDArray[np.int64], NDArray[np.float32]]]
-"""Changes of a row, one after the other: different token ids, with what divides their positive
-logits and multiplies negative ones; what is subtracted; what is added."""
 
 _DRAFT, _ACCEPT, _RESIDUAL = range(3)
 _SUM_TOLERANCE = 1e-3
@@ -69,16 +69,11 @@ class History:
 
     def __init__(self, prompt: Sequence[int], output: Iterable[int] = ()) -> None:
         """Start from a prompt and, when resuming, the tokens already emitted."""
-        self.prompt = frozenset(prompt)
-        """Distinct prompt tokens."""
-        self.output: list[int] = []
-        """Output tokens, oldest first."""
-        self.seen = array("q", self.prompt)
-        """Distinct tokens of prompt and output."""
-        self.emitted = array("q")
-        """Distinct output tokens, in the order in which each came first."""
-        self.counts = array("f")
-        """Count of each of them."""
+        self.prompt = frozenset(prompt)  # distinct prompt tokens
+        self.output: list[int] = []  # output tokens, oldest first
+        self.seen = array("q", self.prompt)  # distinct tokens of prompt and output
+        self.emitted = array("q")  # distinct output tokens, in the order in which each came first
+        self.counts = array("f")  # count of each of them
         self._places: dict[int, int] = {}
         self._prompt_length = len(prompt)
         for token in output:
@@ -120,39 +115,26 @@ class History:
 class SamplingParams:
     """Sampling parameters of a request. Their ranges are not checked here, but bounded."""
 
+    # 0 takes the most likely token; otherwise logits are divided by it. Below `MIN_TEMPERATURE` it
+    # becomes 0, and above 2^60 it becomes 2^60.
     temperature: float = 1.0
-    """0 takes the most likely token; otherwise logits are divided by it. Below ``MIN_TEMPERATURE``
-    it becomes 0, and above 2^60 it becomes 2^60."""
-
-    top_k: int = 0
-    """Keep the k most likely tokens; 0 keeps all."""
-
+    top_k: int = 0  # keep the k most likely tokens; 0 keeps all
+    # Keep the smallest set of most likely tokens with this probability or more; 1 all.
     top_p: float = 1.0
-    """Keep the smallest set of most likely tokens with this probability or more; 1 all."""
-
-    min_p: float = 0.0
-    """Keep tokens at least this fraction as likely as the most likely one; 0 all."""
-
+    min_p: float = 0.0  # keep tokens at least this fraction as likely as the most likely one; 0 all
+    # Divides positive and multiplies negative logits of tokens seen in the prompt or the output; 1
+    # is off. At least 2^-40 and at most 2^40.
     repetition_penalty: float = 1.0
-    """Divides positive and multiplies negative logits of tokens seen in the prompt or the output; 1
-    is off. At least 2^-40 and at most 2^40."""
-
+    # Subtracted from the logit of every token in the output; 0 is off. At most 2^40, and at least
+    # -2^40, as are the next two.
     presence_penalty: float = 0.0
-    """Subtracted from the logit of every token in the output; 0 is off. At most 2^40, and at least
-    -2^40, as are the next two."""
-
-    frequency_penalty: float = 0.0
-    """Subtracted per occurrence in the output; 0 is off."""
-
+    frequency_penalty: float = 0.0  # subtracted per occurrence in the output; 0 is off
+    # Pairs (token id, value added to its logit); -inf excludes the token.
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Pairs (token id, value added to its logit); -inf excludes the token."""
-
-    seed: int = 0
-    """Unsigned 64-bit seed of the noise."""
-
+    seed: int = 0  # unsigned 64-bit seed of the noise
+    # Drafted tokens are accepted and replaced by rejection sampling (`paceline.kernels.sampling`),
+    # not by equality with the chosen token.
     rejection: bool = False
-    """Drafted tokens are accepted and replaced by rejection sampling
-    (:mod:`paceline.kernels.sampling`), not by equality with the chosen token."""
 
     def __post_init__(self) -> None:
         """Bound the parameters."""
@@ -559,11 +541,9 @@ class Proposal:
     It is sent unchanged, so that drafter and verifier draw the same token from it.
     """
 
-    tokens: NDArray[np.int64]
-    """Different token ids, int64 ``[n]``."""
-
+    tokens: NDArray[np.int64]  # different token ids, int64 `[n]`
+    # Probability of each token, float32 `[n]`; their sum is 1 up to rounding.
     probabilities: NDArray[np.float32]
-    """Probability of each token, float32 ``[n]``; their sum is 1 up to rounding."""
 
     @classmethod
     def checked(cls, tokens: Sequence[int], probabilities: Sequence[float]) -> Proposal:

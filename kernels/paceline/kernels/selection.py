@@ -9,14 +9,14 @@ from torch import Tensor
 
 from paceline.kernels.caches import Plane, from_rows, head_width, span
 
+# First positions, always selected: attention sinks (Xiao et al., "Efficient Streaming Language
+# Models with Attention Sinks"), which training with anchor offsets (LongSpec, section 3.2) does not
+# move.
 SINKS = 4
-"""First positions, always selected: attention sinks (Xiao et al., "Efficient Streaming Language
-Models with Attention Sinks"), which training with anchor offsets (LongSpec, section 3.2) does not
-move."""
 
 
+# Positions that are selected together by their attention (BudgetDraft, section 3.4).
 SELECTION_CHUNK = 8
-"""Positions that are selected together by their attention (BudgetDraft, section 3.4)."""
 
 
 def streaming(length: int, budget: int) -> tuple[range, ...]:

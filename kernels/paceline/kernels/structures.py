@@ -24,20 +24,20 @@ def _text(header: str) -> str:
 
 
 _TEXT = "".join(map(_text, _HEADERS))
+# Declarations of the fields of each structure.
 FIELDS = {name: fields for fields, name in re.findall(r"typedef struct \{([^}]*)\} (\w+);", _TEXT)}
-"""Declarations of the fields of each structure."""
 
+# Numbers of enumerations by their names: of kinds of operations, and of products of attention.
 CODES = {
     name: code
     for names in re.findall(r"enum \{([^}]*)\};", _TEXT)
     for code, name in enumerate(re.findall(r"\w+", names))
 }
-"""Numbers of enumerations by their names: of kinds of operations, and of products of attention."""
 
+# By their names in `native/limits.h`.
 LIMITS = {
     name: int(value) for name, value in re.findall(r"#define (\w+) +(\d+) *\n", _text("limits.h"))
 }
-"""By their names in ``native/limits.h``."""
 
 LANES = LIMITS["WIDTH"]  # widths in memory must be multiples of this
 MAX_HEAD_DIM = LIMITS["MAX_DIM"]
@@ -45,12 +45,12 @@ MAX_TAPS = LIMITS["MAX_TAPS"]
 MAX_ROTATED_INS, MAX_ROTATION = LIMITS["MAX_ROTATED_INS"], LIMITS["MAX_ROTATION"]
 QUERY_TILE_ROWS = LIMITS["QUERY_TILE_ROWS"]
 
+# How attention multiplies bfloat16 caches, by numerics.
 PRODUCTS = {
     "portable": CODES["CHAINS"],
     "amx": CODES["TILES"],
     "avx512_bf16": CODES["DOTS"],
 }
-"""How attention multiplies bfloat16 caches, by numerics."""
 
 
 def fields_of(structure: str) -> list[tuple[str, Any]]:

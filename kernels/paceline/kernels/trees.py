@@ -25,32 +25,23 @@ if TYPE_CHECKING:
     from paceline.kernels.executor import NativeTables
     from paceline.kernels.triton.plan import PlanTables
 
-MAX_TREE_NODES = LIMITS["MAX_TREE_NODES"]
-"""Maximum number of nodes that a query block may have."""
+MAX_TREE_NODES = LIMITS["MAX_TREE_NODES"]  # maximum number of nodes that a query block may have
 
+# Keys per attention chunk. Chunks begin at absolute multiples of this in every batch.
 CHUNK = LIMITS["CHUNK"]
-"""Keys per attention chunk. Chunks begin at absolute multiples of this in every batch."""
 
 
 @dataclass(frozen=True)
 class QueryBlock:
     """One query block: ``length`` new tokens of one sequence."""
 
-    sequence: int
-    """Index into the lists of caches given with the plan."""
-
-    start: int
-    """Committed prefix length, in tokens."""
-
+    sequence: int  # index into the lists of caches given with the plan
+    start: int  # committed prefix length, in tokens
+    # None for a chain; otherwise `parents[i] < i` is the parent of node i inside the block, -1 for
+    # a child of the last committed token.
     parents: tuple[int, ...] | None
-    """None for a chain; otherwise ``parents[i] < i`` is the parent of node i inside the block, -1
-    for a child of the last committed token."""
-
-    length: int
-    """Number of nodes, 1 to ``MAX_TREE_NODES``."""
-
-    final: bool = False
-    """A chain of which every node will be committed if the pass succeeds."""
+    length: int  # number of nodes, 1 to `MAX_TREE_NODES`
+    final: bool = False  # a chain of which every node will be committed if the pass succeeds
 
     def __post_init__(self) -> None:
         if not 1 <= self.length <= MAX_TREE_NODES:
@@ -149,8 +140,7 @@ class LevelBlock(QueryBlock):
     The plan's ``ancestors`` are the paths of its nodes.
     """
 
-    levels: tuple[int, ...] = ()
-    """Nodes of each level."""
+    levels: tuple[int, ...] = ()  # nodes of each level
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
@@ -174,10 +164,8 @@ class EqualBlocks(Sequence[QueryBlock]):
 
     def __init__(self, first: QueryBlock, starts: NDArray[np.int64]) -> None:
         """Takes the block of sequence 0, and the starts of all, int64 ``[S]``."""
-        self.first = first
-        """The block of sequence 0."""
-        self.starts = starts
-        """Starts of all."""
+        self.first = first  # the block of sequence 0
+        self.starts = starts  # starts of all
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -198,37 +186,24 @@ class EqualBlocks(Sequence[QueryBlock]):
 class TreePlan:
     """All query blocks of one forward pass, packed row after row."""
 
+    # The blocks; rows `offsets[j] .. offsets[j + 1]` of the packed query are block j.
     blocks: Sequence[QueryBlock]
-    """The blocks; rows ``offsets[j] .. offsets[j + 1]`` of the packed query are block j."""
-
-    offsets: tuple[int, ...]
-    """Row where each block starts, one longer than ``blocks``."""
-
-    positions: Tensor
-    """Absolute position of every row, int64 ``[M]``, on the plan's device."""
-
-    longest: int
-    """The largest position."""
-
-    device: torch.device
-    """Device of the queries and caches."""
-
+    offsets: tuple[int, ...]  # row where each block starts, one longer than `blocks`
+    positions: Tensor  # absolute position of every row, int64 `[M]`, on the plan's device
+    longest: int  # the largest position
+    device: torch.device  # device of the queries and caches
+    # Where all blocks are `LevelBlock` and equally long, the paths of all nodes to themselves, bool
+    # `[S, length, length]`, on the device; else None.
     ancestors: Tensor | None = None
-    """Where all blocks are :class:`LevelBlock` and equally long, the paths of all nodes to
-    themselves, bool ``[S, length, length]``, on the device; else None."""
-
+    # Blocks of the same rows that attend to contexts; see `paceline.kernels.Executor.run`. Made at
+    # their first use.
     contexts: TreePlan | None = field(default=None, repr=False)
-    """Blocks of the same rows that attend to contexts; see :meth:`paceline.kernels.Executor.run`.
-    Made at their first use."""
-
+    # Shapes of calls that fit the plan.
     checked: set[tuple[object, ...]] = field(default_factory=set, repr=False)
-    """Shapes of calls that fit the plan."""
-
+    # Tables of the compiled kernels, by query heads per kv head.
     native: dict[int, NativeTables] = field(default_factory=dict, repr=False)
-    """Tables of the compiled kernels, by query heads per kv head."""
-
+    # Tables of the Triton kernels; None: none so far.
     triton: PlanTables | None = field(default=None, repr=False)
-    """Tables of the Triton kernels; None: none so far."""
 
     @property
     def rows(self) -> int:

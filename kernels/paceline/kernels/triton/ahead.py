@@ -21,11 +21,10 @@ from triton.runtime.jit import KernelInterface
 
 _log = logging.getLogger(__name__)
 
-MAX_THREADS = 16
-"""Threads that compile at most: more kernels than a few are never missing at once."""
+MAX_THREADS = 16  # threads that compile at most: more kernels than a few are never missing at once
 
+# Kernels that `compile_ahead` has asked for, with their functions; None: launches launch.
 _submitted: ContextVar[dict[FutureKernel, Any] | None] = ContextVar("submitted", default=None)
-"""Kernels that :func:`compile_ahead` has asked for, with their functions; None: launches launch."""
 
 
 class Kernel(KernelInterface[Any]):  # type: ignore[misc]  # Triton has no types
@@ -33,8 +32,7 @@ class Kernel(KernelInterface[Any]):  # type: ignore[misc]  # Triton has no types
     compiles it."""
 
     def __init__(self, function: Any) -> None:
-        self.function = function
-        """What Triton compiles."""
+        self.function = function  # what Triton compiles
 
     def run(self, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         """Launch; see ``KernelInterface``."""

@@ -48,59 +48,40 @@ if TYPE_CHECKING:
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _ALIGN = 16
 
-MERGE_CHUNKS = 16
-"""Chunks of a row that are merged at a time."""
+MERGE_CHUNKS = 16  # chunks of a row that are merged at a time
 
+# Option of kernels whose results have the same bits in every batch and by every variant: products
+# and sums are not contracted, or loops with and without a mask, and noise with and without a
+# filter, could round differently.
 EXACT = {"enable_fp_fusion": False}
-"""Option of kernels whose results have the same bits in every batch and by every variant: products
-and sums are not contracted, or loops with and without a mask, and noise with and without a filter,
-could round differently."""
 
 _GATE_BLOCK = 1024
 
+# Ids that a program filters, and its candidates for the search for a row's border.
 CHUNK, BESTS = 2048, 64
-"""Ids that a program filters, and its candidates for the search for a row's border."""
 
 SEARCH_BLOCK, NOISE_BLOCK = 4096, 1024
 
-SPANS, ROOM = 32, 16384
-"""Spans of values below the candidates, and keys that are collected of one."""
+SPANS, ROOM = 32, 16384  # spans of values below the candidates, and keys that are collected of one
 
 
 @dataclass(frozen=True)
 class Caches:
     """Keys and values of one layer for every sequence of a plan."""
 
-    keys: Tensor
-    """The tensor that all key offsets are relative to."""
-
-    values: Tensor
-    """Values of the layer, likewise."""
-
-    kv_heads: int
-    """Key/value heads."""
-
-    dim: int
-    """Elements of a head."""
-
-    page_size: int
-    """Slots of a page; 0: every sequence is contiguous."""
-
+    keys: Tensor  # the tensor that all key offsets are relative to
+    values: Tensor  # values of the layer, likewise
+    kv_heads: int  # key/value heads
+    dim: int  # elements of a head
+    page_size: int  # slots of a page; 0: every sequence is contiguous
+    # Strides of keys, then of values: between pages, heads, slots; zeros where contiguous.
     strides: tuple[int, ...]
-    """Strides of keys, then of values: between pages, heads, slots; zeros where contiguous."""
-
-    tables: Tensor
-    """Page tables, int32 ``[rows, n]``; unused for contiguous caches."""
-
-    align: int
-    """All origins and strides in ``origins`` are multiples of it. Unit: elements."""
-
+    tables: Tensor  # page tables, int32 `[rows, n]`; unused for contiguous caches
+    align: int  # all origins and strides in `origins` are multiples of it. Unit: elements.
+    # Origin, head stride and slot stride per sequence of keys and values, int64 `[n, 2, 3]`; unused
+    # for paged caches. Unit: elements.
     origins: Tensor
-    """Origin, head stride and slot stride per sequence of keys and values, int64 ``[n, 2, 3]``;
-    unused for paged caches. Unit: elements."""
-
-    sequences: tuple[int, ...]
-    """Row of the page tables of each sequence, or its number."""
+    sequences: tuple[int, ...]  # row of the page tables of each sequence, or its number
 
     @classmethod
     def of(cls, keys: Sequence[Plane], values: Sequence[Plane], plan: TreePlan) -> Caches:
@@ -180,17 +161,10 @@ def _check_dtypes(dtypes: set[torch.dtype]) -> None:
 class Launch:
     """The kernels of one call. All tensors but the caches are dense."""
 
-    caches: Caches
-    """Keys and values."""
-
-    tiling: Tiling
-    """Sizes of tiles."""
-
-    rows: RowTables
-    """Packed rows, as many as queries or fewer."""
-
-    work: WorkTables
-    """Work items."""
+    caches: Caches  # keys and values
+    tiling: Tiling  # sizes of tiles
+    rows: RowTables  # packed rows, as many as queries or fewer
+    work: WorkTables  # work items
 
     @classmethod
     def of(cls, call: AttentionCall) -> Launch:

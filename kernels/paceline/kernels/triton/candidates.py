@@ -10,8 +10,7 @@ from paceline.kernels.triton.backend import find_borders
 from paceline.kernels.triton.jit.candidates import best_of_chunks, grow_level, merge_chunks
 from paceline.kernels.triton.jit.sampling import ID_BITS
 
-LARGE_VOCAB = 1 << 16
-"""Logits of a row from which on chunks are larger."""
+LARGE_VOCAB = 1 << 16  # logits of a row from which on chunks are larger
 
 
 def best_of_rows(

@@ -38,15 +38,12 @@ class _Batch:
             return send(torch.tensor(numbers, dtype=dtype), plan.device)
 
         self.plan, self.sequences = plan, caches.sequences
+        # Keys of each block, int32 `[S]`.
         self.lengths = there([block.stop for block in plan.blocks], torch.int32)
-        """Keys of each block, int32 ``[S]``."""
         which = there([caches.sequences[block.sequence] for block in plan.blocks])
-        self.tables = caches.tables[which]
-        """Page tables, int32 ``[S, n]``."""
-        self.rows = there(padded)
-        """Rows of the blocks as ``[S, widest]``, padded in front."""
-        self.places = there(places).unbind(1)
-        """Block and place there of each row, two int64 ``[M]``."""
+        self.tables = caches.tables[which]  # page tables, int32 `[S, n]`
+        self.rows = there(padded)  # rows of the blocks as `[S, widest]`, padded in front
+        self.places = there(places).unbind(1)  # block and place there of each row, two int64 `[M]`
 
 
 class FlashAttention2(TritonBackend):

@@ -13,11 +13,9 @@ from paceline.kernels.selection import SINKS
 from paceline.kernels.triton.jit.attention import NONE
 from paceline.kernels.triton.jit.gather import gather_pages, gather_rows
 
-NO_PLACE: int = NONE.value
-"""In the place of a row that is not gathered."""
+NO_PLACE: int = NONE.value  # in the place of a row that is not gathered
 
-RECORD = 5
-"""Numbers of a text in the records of :func:`gather_kv`."""
+RECORD = 5  # numbers of a text in the records of `gather_kv`
 
 _BLOCK, _SLOTS = 1024, 64
 

@@ -42,29 +42,24 @@ from paceline.kernels.triton.tiles import (
     plan_work,
 )
 
-MASK_ALIGN = 64
-"""Masks of a block begin at a multiple of this: no tile of keys is larger."""
+MASK_ALIGN = 64  # masks of a block begin at a multiple of this: no tile of keys is larger
 
 MASK_WORDS = (MAX_TREE_NODES + MASK_ALIGN) // 32
 
-Shape = tuple[torch.dtype, tuple[int, ...]]
-"""Type and shape of a table."""
+Shape = tuple[torch.dtype, tuple[int, ...]]  # type and shape of a table
 
 
 @dataclass(frozen=True)
 class RowTables:
     """Tables of packed rows and blocks."""
 
-    rows: Tensor
-    """int32 ``[M, 3]``: block, node, depth."""
-
+    rows: Tensor  # int32 `[M, 3]`: block, node, depth
+    # int32 `[S, 4]`: first packed row, start, length, row of the page tables (or number of the
+    # sequence).
     blocks: Tensor
-    """int32 ``[S, 4]``: first packed row, start, length, row of the page tables (or number of the
-    sequence)."""
-
+    # Paths that only the device knows, as of `path_words`; None: positions and lists of slots say
+    # what a row sees.
     masks: Tensor | None = None
-    """Paths that only the device knows, as of :func:`path_words`; None: positions and lists of
-    slots say what a row sees."""
 
 
 @dataclass(frozen=True)
@@ -152,35 +147,26 @@ def to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tens
 class Places:
     """Where contiguous caches lie."""
 
+    # Origin, head stride and slot stride of the keys and values of each sequence, int64 `[n, 2,
+    # 3]`. Unit: elements.
     origins: Tensor
-    """Origin, head stride and slot stride of the keys and values of each sequence, int64 ``[n, 2,
-    3]``. Unit: elements."""
-
-    tables: Tensor
-    """int32 zeros ``[4]``, in the place of page tables."""
-
-    wide: bool
-    """Whether all of it allows wide loads."""
+    tables: Tensor  # int32 zeros `[4]`, in the place of page tables
+    wide: bool  # whether all of it allows wide loads
 
 
 @dataclass
 class PlanTables:
     """What the Triton kernels read of a plan; each table is made at its first use."""
 
+    # Row tables, by the rows of the page tables of all sequences.
     rows: dict[tuple[int, ...], RowTables] = field(default_factory=dict)
-    """Row tables, by the rows of the page tables of all sequences."""
-
-    work: dict[tuple[Tiling, int], WorkTables] = field(default_factory=dict)
-    """Work, by tiling."""
-
+    work: dict[tuple[Tiling, int], WorkTables] = field(default_factory=dict)  # work, by tiling
+    # Caches that are contiguous, by their places.
     places: dict[tuple[tuple[int, ...], ...], Places] = field(default_factory=dict)
-    """Caches that are contiguous, by their places."""
-
+    # Tables of probes by their contents, with the probes that no kernel fills.
     probes: dict[tuple[Any, ...], tuple[ProbeTable, tuple[int, ...]]] = field(default_factory=dict)
-    """Tables of probes by their contents, with the probes that no kernel fills."""
-
+    # int64 zeros `[32]`, in the place of tables that a call does not have.
     zeros: Tensor | None = None
-    """int64 zeros ``[32]``, in the place of tables that a call does not have."""
 
     @staticmethod
     def of(plan: TreePlan) -> PlanTables:
@@ -286,10 +272,9 @@ class Staging:
         for memory in (self._host, self._device):
             parts = zip(memory.split(sizes), counts, shapes, strict=True)
             views.append([part[:n].view(dtype).view(shape) for part, n, (dtype, shape) in parts])
+        # The tables in memory of the host.
         self.host: list[NDArray[Any]] = [part.numpy() for part in views[0]]
-        """The tables in memory of the host."""
-        self.device = views[1]
-        """The tables on the device."""
+        self.device = views[1]  # the tables on the device
 
     def wait(self) -> None:
         """Wait until the last copy has read the host's tables."""
@@ -307,20 +292,11 @@ class Staging:
 class TableShape:
     """What the tables of a pass have room for."""
 
-    rows: int
-    """Packed rows."""
-
-    tilings: Sequence[Tiling]
-    """Tiling of each kind of layer; see :func:`~paceline.kernels.triton.tiles.tilings_for`."""
-
-    longest: int
-    """Largest possible position."""
-
-    blocks: int
-    """Query blocks."""
-
-    row_bytes: int
-    """See :func:`~paceline.kernels.triton.tiles.part_row_bytes`."""
+    rows: int  # packed rows
+    tilings: Sequence[Tiling]  # tiling of each kind of layer; see `tilings_for`
+    longest: int  # largest possible position
+    blocks: int  # query blocks
+    row_bytes: int  # see `part_row_bytes`
 
     @classmethod
     def of(
@@ -452,8 +428,7 @@ class GraphPlan:
             probes: Whether layers record scores.
             weights: Whether they record weights, or scores of more rows than attention records.
         """
-        self.rows = rows
-        """Packed rows, padding included."""
+        self.rows = rows  # packed rows, padding included
         shape = TableShape.of(rows, rows, tilings, longest, keys)
         shapes = [(torch.int64, (rows,)), *shape.tables]
         if probes:
@@ -464,8 +439,7 @@ class GraphPlan:
             ]
         self._staging = Staging(shapes, keys.device)
         self._pass = PassTables(self._staging, 1, shape)
-        self.tokens = self._staging.device[0]
-        """Token of each row, int64 ``[rows]``; 0 in padding."""
+        self.tokens = self._staging.device[0]  # token of each row, int64 `[rows]`; 0 in padding
         self._probes: ProbeArrays | None = None
         self._base = torch.zeros(4, device=keys.device)
         recorded = None
@@ -474,10 +448,9 @@ class GraphPlan:
             table, wanted, noted = self._staging.device[-3:]
             both = (wanted, noted) if weights else (None, None)
             recorded = ProbeTable(MAX_PROBES, table, self._base, *both)
-        self.plan = self._pass.plan(probes=recorded)
-        """The plan for the decoder."""
+        self.plan = self._pass.plan(probes=recorded)  # the plan for the decoder
+        # Blocks, and rows of the page tables, that the host's tables are of; None: of no batch.
         self._filled: tuple[object, ...] | None = None
-        """Blocks, and rows of the page tables, that the host's tables are of; None: of no batch."""
         self.fill([], [], [])
 
     def prepare(self, blocks: Sequence[QueryBlock], table_rows: Sequence[int]) -> bool:

@@ -30,30 +30,20 @@ class ProbeTable:
     bits in every run.
     """
 
-    count: int
-    """Probes of a block at most that attention records itself, 0 to ``MAX_PROBES``."""
-
+    count: int  # probes of a block at most that attention records itself, 0 to `MAX_PROBES`
+    # int64 `[S, MAX_PROBES, 4]`: node (-2: none), origin of its scores, strides between heads and
+    # between layers.
     table: Tensor
-    """int64 ``[S, MAX_PROBES, 4]``: node (-2: none), origin of its scores, strides between heads
-    and between layers."""
-
-    base: Tensor
-    """float32 tensor that origins are relative to."""
-
+    base: Tensor  # float32 tensor that origins are relative to
+    # Blocks that a kernel of its own records, with weights or with more rows; int64 `[S, 4]`:
+    # whether the block is one, strides between heads and between layers, whether it records
+    # weights. None: of no block.
     wanted: Tensor | None = None
-    """Blocks that a kernel of its own records, with weights or with more rows; int64 ``[S, 4]``:
-    whether the block is one, strides between heads and between layers, whether it records weights.
-    None: of no block."""
-
-    noted: Tensor | None = None
-    """Origins of their rows, int64 ``[M]``; ``NONE``: not recorded."""
-
+    noted: Tensor | None = None  # origins of their rows, int64 `[M]`; `NONE`: not recorded
+    # Probes that no kernel fills: a second one of a row, and those of groups that are larger than a
+    # tile.
     others: tuple[Probe, ...] = ()
-    """Probes that no kernel fills: a second one of a row, and those of groups that are larger than
-    a tile."""
-
-    layer: int = 0
-    """Index of the layer among those recorded to one buffer."""
+    layer: int = 0  # index of the layer among those recorded to one buffer
 
     @classmethod
     def of(

@@ -12,13 +12,12 @@ from paceline.kernels.triton.jit.products import (
     scale_int_sums,
 )
 
+# Rows of a tile. A constant: bits of a row do not depend on how many rows its expert has.
 TILE_ROWS = 32
-"""Rows of a tile. A constant: bits of a row do not depend on how many rows its expert has."""
 
 _OUTS = 64
 
-_PART = 64
-"""Inputs that a warp rotates among themselves."""
+_PART = 64  # inputs that a warp rotates among themselves
 
 _SCALED = 1024
 

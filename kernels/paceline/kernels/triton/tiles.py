@@ -39,18 +39,17 @@ from paceline.kernels.trees import (
 )
 from paceline.kernels.triton.jit.attention import CHUNK_BITS, TILE_FIELDS
 
+# Where chunks of a length begin, and their length. Unit: keys. Longer chunks farther on keep the
+# partial results few; a border depends on nothing but its position.
 NEAR, MIDDLE, FAR = (0, 256), (4096, 512), (12288, 1024)
-"""Where chunks of a length begin, and their length. Unit: keys. Longer chunks farther on keep the
-partial results few; a border depends on nothing but its position."""
 
 _MIDDLE_CHUNK = (MIDDLE[0] - NEAR[0]) // NEAR[1]
 _FAR_CHUNK = _MIDDLE_CHUNK + (FAR[0] - MIDDLE[0]) // MIDDLE[1]
 
-MAX_ITEMS = 16384
-"""Work items of a CUDA graph at most."""
+MAX_ITEMS = 16384  # work items of a CUDA graph at most
 
+# Partial results of a launch at most; calls that need more are launched in several parts.
 PART_BYTES = 256 << 20
-"""Partial results of a launch at most; calls that need more are launched in several parts."""
 
 Ints = NDArray[np.int32]
 
@@ -77,17 +76,10 @@ def chunk_of(position: int) -> int:
 class Tiling:
     """Tile sizes of a kind of layer, which its kernels are compiled for."""
 
-    group: int
-    """Query heads per kv head. Rows of a tile go node by node, its group side by side."""
-
-    rows: int
-    """Rows of a tile, a power of two."""
-
-    keys: int
-    """Keys of a tile, a power of two."""
-
-    window: int
-    """Sliding window in tokens; 0: none."""
+    group: int  # query heads per kv head. Rows of a tile go node by node, its group side by side.
+    rows: int  # rows of a tile, a power of two
+    keys: int  # keys of a tile, a power of two
+    window: int  # sliding window in tokens; 0: none
 
     @classmethod
     def of(cls, group: int, keys: Tensor, window: int | None) -> Tiling:
@@ -125,28 +117,19 @@ class Tiling:
 class Work(NamedTuple):
     """The work of one kind of layer."""
 
-    spans: Ints
-    """int32 ``[L, 4]``: first work item, end, first tile, end of each launch."""
-
-    items: Ints
-    """int32 ``[W]``: ``tile << CHUNK_BITS | chunk``."""
-
+    spans: Ints  # int32 `[L, 4]`: first work item, end, first tile, end of each launch
+    items: Ints  # int32 `[W]`: `tile << CHUNK_BITS | chunk`
+    # int32 `[T, TILE_FIELDS]`: 0 block, 1 first row inside the block (places times group), 2 rows,
+    # 3 first partial result, 4 first chunk, 5 number of chunks, 6 first tile of keys that any row
+    # sees, 7 first one that all rows see through a window, 8 end of those that all rows see as a
+    # whole, 9 end of the columns, 10 where the list of slots begins in `steps` (-1: columns are
+    # slots).
     tiles: Ints
-    """int32 ``[T, TILE_FIELDS]``: 0 block, 1 first row inside the block (places times group), 2
-    rows, 3 first partial result, 4 first chunk, 5 number of chunks, 6 first tile of keys that any
-    row sees, 7 first one that all rows see through a window, 8 end of those that all rows see as a
-    whole, 9 end of the columns, 10 where the list of slots begins in ``steps`` (-1: columns are
-    slots)."""
-
+    # int32 `[M, 4]` by packed row: 0 the node at this place of the block, 1 the place of this node,
+    # 2 the first tile for the chunks before its tail, 3 the first one for its tail.
     places: Ints
-    """int32 ``[M, 4]`` by packed row: 0 the node at this place of the block, 1 the place of this
-    node, 2 the first tile for the chunks before its tail, 3 the first one for its tail."""
-
-    steps: NDArray[np.uint8]
-    """uint8 ``[n]``: lists of nodes, from the root on."""
-
-    part_rows: int
-    """Partial results of the largest launch."""
+    steps: NDArray[np.uint8]  # uint8 `[n]`: lists of nodes, from the root on
+    part_rows: int  # partial results of the largest launch
 
     @property
     def arrays(self) -> tuple[NDArray[Any], ...]:
@@ -201,12 +184,10 @@ class Room(NamedTuple):
 class _Paths(NamedTuple):
     """A tree depth first."""
 
-    order: list[int]
-    """Node at each place."""
-
+    order: list[int]  # node at each place
+    # For each path, its first own place, the end of these, and where its list of slots begins (-1:
+    # its nodes are the first ones).
     leaves: list[tuple[int, int, int]]
-    """For each path, its first own place, the end of these, and where its list of slots begins (-1:
-    its nodes are the first ones)."""
 
 
 def _depth_first(block: QueryBlock, steps: bytearray) -> _Paths:
@@ -241,8 +222,7 @@ class _Tiles:
         self._tiling, self._limit = tiling, part_rows
         self.rows: list[tuple[int, ...]] = []
         self.steps = bytearray()
-        self.cuts = [0]
-        """Tiles at which a launch begins."""
+        self.cuts = [0]  # tiles at which a launch begins
         self.part_rows = self._largest = 0
 
     @property

@@ -18,15 +18,14 @@ import triton.language as tl
 from paceline.kernels.triton.ahead import Kernel
 
 LOG2E = 1.4426950408889634
-NONE: tl.constexpr = tl.constexpr(-(1 << 62))
-"""In the place of a row that is not recorded."""
+NONE: tl.constexpr = tl.constexpr(-(1 << 62))  # in the place of a row that is not recorded
 
+# Of a tile of keys, a row sees all, or those up to its position on its path, or those whose bits
+# are set.
 ALL, PATH, WORDS = (tl.constexpr(n) for n in range(3))
-"""Of a tile of keys, a row sees all, or those up to its position on its path, or those whose bits
-are set."""
 
+# Bits of a work item that are its chunk, the others are its tile; numbers of a row tile.
 CHUNK_BITS, TILE_FIELDS = tl.constexpr(12), tl.constexpr(12)
-"""Bits of a work item that are its chunk, the others are its tile; numbers of a row tile."""
 _CHUNK_MASK = tl.constexpr(4095)
 
 

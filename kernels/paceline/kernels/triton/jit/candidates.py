@@ -25,8 +25,7 @@ from paceline.kernels.triton.jit.sampling import (
     _value,
 )
 
-LOWEST: tl.constexpr = tl.constexpr(-(1 << 31))
-"""Lower than the upper half of the key of any float."""
+LOWEST: tl.constexpr = tl.constexpr(-(1 << 31))  # lower than the upper half of the key of any float
 
 
 @Kernel

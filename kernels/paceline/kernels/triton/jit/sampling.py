@@ -21,16 +21,13 @@ import triton.language as tl
 
 from paceline.kernels.triton.ahead import Kernel
 
-RUN: tl.constexpr = tl.constexpr(64)
-"""Neighbouring ids of a chunk."""
+RUN: tl.constexpr = tl.constexpr(64)  # neighbouring ids of a chunk
 ID_BITS: tl.constexpr = tl.constexpr(20)
 LAST_ID: tl.constexpr = tl.constexpr((1 << 20) - 1)
-LOWEST: tl.constexpr = tl.constexpr(-(1 << 51))
-"""At most any key."""
-NONE: tl.constexpr = tl.constexpr(-(1 << 52))
-"""In the place of a key that is missing."""
+LOWEST: tl.constexpr = tl.constexpr(-(1 << 51))  # at most any key
+NONE: tl.constexpr = tl.constexpr(-(1 << 52))  # in the place of a key that is missing
+# The largest float32: in the place of plus infinity, and below 0 in that of NaN.
 LARGEST: tl.constexpr = tl.constexpr(3.4028234663852886e38)
-"""The largest float32: in the place of plus infinity, and below 0 in that of NaN."""
 
 
 @triton.jit
