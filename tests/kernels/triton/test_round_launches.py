@@ -52,18 +52,6 @@ FIELDS: dict[str, dict[str, Any]] = {
     "top-p": {"sampling": SamplingParams(temperature=0.8, top_p=0.9)},
     "states": {"taps": Taps((0,))},
 }  # what is different in the generations of a case
-# Parameters of all rows, then what puts filters and noise into their logits.
-FILTERS = [
-    "to device", "find_best", "find_candidates", "find_border", "zeros", "weigh_spans",
-    "collect_span", "finish_border", "perturb",
-]  # fmt: skip
-# All trees, whose nodes are compared with the chosen tokens; paths; the KV, which moves.
-ACCEPTED = [
-    "to device", "eq", "index", "eq", "__or__",
-    *["index", "__and__", "index"] * TREE.depth.bit_length(),
-    "arange", "clone", "where", "index_put_",
-    "index", "index", "index", "index_put_", "arange", "sub",
-]  # fmt: skip
 
 
 class NoGraphs(GraphRunner):
@@ -96,21 +84,18 @@ def test_a_step_launches_the_same_for_any_number_of_texts(
     kind: str, tree: TokenTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sampling_module, "perturbed_logits", perturbed)
-    states: list[str] = []
-    if kind == "states":
-        moved = ["index", "add"] if len(tree) else []  # where accepted nodes have gone
-        states = ["stack", "to device", *moved, "index", "index_put_"]
-    expected = [
-        "to device", "replay", *(FILTERS if kind == "top-p" else []), "argmax",
-        *(ACCEPTED if len(tree) else []), *states, "to host", "wait",
-    ]  # fmt: skip
+    found = []
     for texts in (1, 3, 8):
         launched = Launches("meta", received=TOKEN)
         for module in (device_module, pool_module):
             monkeypatch.setattr(module, "wait_for", lambda _, to=launched.names: to.append("wait"))
         emitted = step(texts, tree, FIELDS[kind], launched)
         assert emitted == [[TOKEN] * (4 if len(tree) else 1)] * texts
-        assert launched.names == expected
+        found.append(launched.names)
+    assert found[0] == found[1] == found[2]
+    assert found[0][:2] == ["to device", "replay"]
+    assert found[0][-2:] == ["to host", "wait"]
+    assert [found[0].count(name) for name in ("replay", "to host", "wait")] == [1, 1, 1]
 
 
 def step(
