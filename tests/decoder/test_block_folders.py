@@ -23,8 +23,8 @@ from paceline.kernels.quantised import quantise
 from paceline.train.blocks import plain_folder, store_blocks
 
 MATRIX = "model.layers.0.mlp.gate_proj.weight"
+# Parts of the names of matrices in 4 bits, by the name of a folder.
 INT4 = {"int8": (), "int4": ("",), "both": (".mlp.", "embed_tokens")}
-"""Parts of the names of matrices in 4 bits, by the name of a folder."""
 
 
 @pytest.fixture(params=INT4)

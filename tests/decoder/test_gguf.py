@@ -40,6 +40,7 @@ NAMES = (
     "yarn", "qwen3-moe", "mixtral", "gpt-oss", "smollm3", "granite", "olmo2", "olmo3", "phi3",
     "phi3-full", "gemma2", "gemma3", "glm4",
 )  # fmt: skip
+# Fields that a file does not contain, as all models of the family have them.
 UNKNOWN: dict[str, dict[str, Any]] = {
     "gpt-oss": {"swiglu_limit": 7.0},
     "smollm3": {"no_rope_layer_interval": 4},
@@ -47,7 +48,6 @@ UNKNOWN: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 16},
     "gemma3": {"query_pre_attn_scalar": 16, "layer_types": None},
 }
-"""Fields that a file does not contain, as all models of the family have them."""
 
 
 def all_weights(path: Path, weights: str = "auto") -> dict[str, Weight]:
@@ -247,12 +247,12 @@ def test_a_file_without_a_tokenizer(models: dict[str, Path], tmp_path: Path) -> 
 
 EXACT = {Kind.Q8_0: 8, Kind.Q4_0: 4, Kind.Q4_1: 4, Kind.Q4_K: 4, Kind.MXFP4: 8}
 CONVERTED = [Kind.Q5_0, Kind.Q5_1, Kind.Q2_K, Kind.Q3_K, Kind.Q5_K, Kind.Q6_K, Kind.IQ4_NL]
+# Offsets of float16 numbers in a stored block.
 HALVES = {
     Kind.Q8_0: [0], Kind.Q4_0: [0], Kind.Q4_1: [0, 2], Kind.Q4_K: [0, 2], Kind.Q5_0: [0],
     Kind.Q5_1: [0, 2], Kind.Q2_K: [80, 82], Kind.Q3_K: [108], Kind.Q5_K: [0, 2], Kind.Q6_K: [208],
     Kind.IQ4_NL: [0], Kind.MXFP4: [],
 }  # fmt: skip
-"""Offsets of float16 numbers in a stored block."""
 FILE = GgufFile(Path("model.gguf"), {}, {})
 
 

@@ -17,10 +17,13 @@ from paceline.decoder.gguf_file import GgufArray, GgufFile
 from paceline.decoder.gguf_tokenizer import PRE_TOKENIZERS, GgufTokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
+# The 256 tokens of a byte-level vocabulary; that of byte b is at another id.
 LETTERS = list(BYTE_OF)
-"""The 256 tokens of a byte-level vocabulary; that of byte b is at another id."""
 
 TEXT = "x =  12345\n\n  3 it's IT'S camelCase हिन्दी, 日本語カ<b>😀!!\r\n\tend? "
+# The words of `TEXT` by llama.cpp's table, parted by bars, for all names of a rule. Where it takes
+# all letters beyond ASCII for one kind, or does not see a border between words, these are the words
+# of its expressions themselves, as the libraries of the models apply them.
 PIECES = {
     "default":
         "x| |=| | |123|45|\n\n | |3| it|'|s| IT|'|S| camelCase| ह|ि|न|्|द|ी|,| 日本"
@@ -64,11 +67,6 @@ PIECES = {
         "x| =| | 12345|\n\n | 3| it|'s| IT|'|S| camelCase| ह|ि|न|्|द|ी,| 日本語カ|<|b"
         "|>😀!!|\r\n|\t|end|?| ",
 }  # fmt: skip
-"""The words of ``TEXT`` by llama.cpp's table, parted by bars, for all names of a rule.
-
-Where it takes all letters beyond ASCII for one kind, or does not see a border between words, these
-are the words of its expressions themselves, as the libraries of the models apply them.
-"""
 
 
 def tokenizer_of(

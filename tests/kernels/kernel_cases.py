@@ -37,9 +37,9 @@ from paceline.kernels.caches import to_rows
 from paceline.kernels.executor import NativeProgram
 from paceline.kernels.linear import PackedMatrix
 
+# Levels that tests of kernels run at. With sanitizers, the fastest alone, which tests of equal bits
+# compare with plain C: each level takes long to compile and to run.
 LEVELS = levels_here()[: 1 if os.environ.get(SANITIZERS) else None]
-"""Levels that tests of kernels run at. With sanitizers, the fastest alone, which tests of equal
-bits compare with plain C: each level takes long to compile and to run."""
 HEADS = [(6, 2, 64), (4, 4, 16), (8, 2, 80), (3, 1, 96), (8, 1, 128), (7, 1, 32), (36, 2, 48)]
 PREFIXES = [0, 1, 7, 15, 16, 200, 250, 255, 256, 257, 511, 512, 700, 1025, 2303, 2304]
 
@@ -61,10 +61,10 @@ class _Cache:
         return self._layer
 
 
+# Numerics of some processors. All others emulate them in tests.
 OWN_NUMERICS = ("amx", "avx512_bf16")
-"""Numerics of some processors. All others emulate them in tests."""
+# Levels and numerics of the compiled attention.
 BACKENDS = [*((level, "portable") for level in LEVELS), *((LEVELS[0], own) for own in OWN_NUMERICS)]
-"""Levels and numerics of the compiled attention."""
 
 
 class Attends(Protocol):
@@ -347,13 +347,13 @@ def cases(
     )
 
 
+# Heads and windows of models.
 WINDOWED = {
     "Gemma 3 270M": ((4, 1, 256), 512),
     "Gemma 3 4B": ((8, 4, 256), 1024),
     "Mistral 7B v0.1": ((32, 8, 128), 4096),
     "gpt-oss 20B": ((64, 8, 64), 128),
 }
-"""Heads and windows of models."""
 
 
 def windowed_case(name: str, column: int, seed: int, max_nodes: int = MAX_TREE_NODES) -> Case:

@@ -25,8 +25,8 @@ from paceline.kernels import (
 
 VOCAB, DEPTH, SAMPLES = 5, 3, 800
 PROMPT = [0, 1]
+# Text, seed and position to a drafted token and what it is said to be drawn from.
 Drafter = Callable[[list[int], int, int], tuple[int, Proposal]]
-"""Text, seed and position to a drafted token and what it is said to be drawn from."""
 
 
 def logits(text: list[int], salt: int = 0) -> torch.Tensor:

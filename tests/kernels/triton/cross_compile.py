@@ -56,8 +56,8 @@ from paceline.kernels.triton.products import (
 )
 
 CAPABILITY = int(sys.argv[1]) if len(sys.argv) > 1 else 90
+# Shared memory of a multiprocessor. Unit: bytes.
 SHARED = {80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 120: 100}[CAPABILITY] << 10
-"""Shared memory of a multiprocessor. Unit: bytes."""
 META = torch.device("meta")
 SLOTS = 2048
 KV_HEADS = 8

@@ -38,8 +38,8 @@ from paceline.verifier.kv.base import KvLayout
 from paceline.verifier.kv.pool import PagePool
 
 DEMO = Path(__file__).parents[3] / "models" / "demo"
+# Their options: those of a GPU, where a CPU has others.
 DRAFTERS = {"longspec": GPU_TREE, "dspark": {}}
-"""Their options: those of a GPU, where a CPU has others."""
 
 draft_graphs.SEQUENCES = (1, 32)  # others lie between
 

@@ -7,8 +7,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+# Of each call, whether it was causal and the numbers of keys.
 CALLS: list[tuple[bool, list[int]]] = []
-"""Of each call, whether it was causal and the numbers of keys."""
 
 
 def attend(

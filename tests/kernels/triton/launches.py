@@ -26,8 +26,7 @@ class Launches(TorchDispatchMode):
             received: What the host gets in place of numbers of ``meta``.
         """
         super().__init__()
-        self.names: list[str] = []
-        """Names of operations and kernels, in order."""
+        self.names: list[str] = []  # names of operations and kernels, in order
         self._device, self._received = device, received
         self._patches = ExitStack()
 

@@ -64,8 +64,8 @@ def demo_kernels(cache: Path, *words: str) -> tuple[list[dict[str, Any]], str]:
     return [json.loads(line) for line in done.stdout.splitlines()], done.stderr
 
 
+# Kernels that a service compiles for the graphs of the demo models, with no other loaded.
 MOST = {"verifier": 6, "longspec": 24, "dspark": 19}
-"""Kernels that a service compiles for the graphs of the demo models, with no other loaded."""
 
 
 @pytest.mark.slow

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+# Shared memory that a program may have. Unit: bytes.
 MAX_SHARED = {capability: size << 10 for capability, size in KIB.items()}
-"""Shared memory that a program may have. Unit: bytes."""
 
+# What a program of each kernel may use, and how many of them a multiprocessor holds at least.
 BUDGETS = Path(__file__).with_name("budgets.csv")
-"""What a program of each kernel may use, and how many of them a multiprocessor holds at least."""
 
 SHAPE: tuple[str, ...] = (
     *("DIM", "BLOCK_M", "NODES", "HEADS", "PAGE", "WINDOW", "TREE", "PROBES"),
@@ -27,9 +27,9 @@ SHAPE: tuple[str, ...] = (
     *("BLOCK_R", "PARTS", "SPLIT", "HAS_BIAS"),
 )
 
+# Kernels whose products and sums decide bits that are promised, beside those that scale integer
+# sums.
 EXACT = {"attend_items", "merge_items", "quantise_rotated_rows", "scale_int_sums", "perturb"}
-"""Kernels whose products and sums decide bits that are promised, beside those that scale integer
-sums."""
 
 
 def shape_of(each: dict[str, Any]) -> str:

@@ -446,8 +446,8 @@ def test_a_capture_that_loses_the_device_ends_the_load_of_a_drafter(
         drafter.growth.ways[0].warm_up()
 
 
+# Operations that launch and copy nothing: views, and tensors of the host's own numbers.
 VIEWS = ("select", "slice", "detach", "detach_", "lift_fresh", "to", "resolve_conj", "resolve_neg")
-"""Operations that launch and copy nothing: views, and tensors of the host's own numbers."""
 
 
 class Operations(TorchDispatchMode):

@@ -400,8 +400,7 @@ def test_a_capture_that_loses_the_device_ends_the_start(
 class Captured:
     """Runs nothing."""
 
-    runs: ClassVar[list[int]] = []
-    """Rows of the plans that were run."""
+    runs: ClassVar[list[int]] = []  # rows of the plans that were run
 
     def __init__(self, plan: Any) -> None:
         self.plan = plan

@@ -57,8 +57,7 @@ def in_pages(
     return paged
 
 
-MILLION = 1 << 20
-"""Positions, a multiple of all page sizes and tiles, where a chunk begins."""
+MILLION = 1 << 20  # positions, a multiple of all page sizes and tiles, where a chunk begins
 
 
 def in_far_pages(
