@@ -161,9 +161,9 @@ def test_bfloat16_in_tiles_rounds_activations_and_nothing_else(
 def test_rotated_products_have_the_bits_of_the_definition(
     outs: int, eighths: int, rows: int, most: int, seed: int
 ) -> None:
-    packed = rotated(outs, 8 * eighths, most, seed, random((outs,), seed + 1))
-    weight, x = packed.unpacked, random((rows, packed.ins), seed)
-    assert isinstance(weight, RotatedMatrix)
+    weight = RotatedMatrix.of(random((outs, 8 * eighths), seed), most)
+    packed = pack_rotated(weight, random((outs,), seed + 1))
+    x = random((rows, packed.ins), seed)
     assert torch.equal(weight.multiply(x, packed.bias), in_plain_c(x, packed))
 
 
@@ -248,21 +248,6 @@ def test_quantised_is_near_the_product(bits: int, error: float) -> None:
     assert (found - exact).norm() < error * exact.norm()
 
 
-@settings(max_examples=40)
-@given(packed=matrices())
-def test_unpacking_gives_back_what_was_packed(packed: PackedMatrix) -> None:
-    weight = packed.unpacked
-    if isinstance(weight, QuantisedMatrix):
-        again = pack_quantised(weight, packed.bias)
-    elif isinstance(weight, RotatedMatrix):
-        again = pack_rotated(weight, packed.bias)
-    else:
-        again = pack(weight, packed.bias, packed.format)
-    assert again.tensors().keys() == packed.tensors().keys()
-    for name, tensor in packed.tensors().items():
-        assert torch.equal(again.tensors()[name], tensor)
-
-
 @pytest.mark.parametrize("half", [True, False])
 def test_scales_are_float16_where_that_is_exact(half: bool) -> None:
     packed = pack_quantised(random_blocks(40, 64, 4, minima=True, half=half, seed=0))
@@ -318,18 +303,18 @@ def test_single_rows_are_those_that_were_packed(level: str, format: str) -> None
     elif format == "rotated":
         weight = random((50, 96))
         packed = pack_rotated(RotatedMatrix.of(weight))
-        stored = packed.rows(torch.arange(50))
+        stored = RotatedMatrix.of(weight).rows(torch.arange(50))
         assert (stored - weight).norm() < 0.01 * weight.norm(), "they are not rotated any more"
     else:
         blocks = random_blocks(50, 96, 8 if format == "int8" else 4, format == "int4", True, 1)
         stored, packed = blocks.dequantise(), pack_quantised(blocks)
-    assert packed.rows(torch.tensor([49, 0, 17])).equal(stored[[49, 0, 17]])
-    out, matrix = torch.empty(50, 96), packed.matrix()
-    for row in range(50):
-        library.linear_row(
-            ctypes.byref(matrix), ctypes.c_int64(row), ctypes.c_void_p(out[row].data_ptr())
-        )
+    out, matrix, which = torch.empty(50, 96), packed.matrix(), torch.arange(50)
+    library.paceline_rows(ctypes.addressof(matrix), which.data_ptr(), 50, out.data_ptr())
     assert out.equal(stored)
+    assert packed.rows(torch.tensor([49, 0, 17])).equal(stored[[49, 0, 17]])
+    for outside in (-1, 50):
+        with pytest.raises(IndexError, match="outside of the 50 outputs"):
+            packed.rows(torch.tensor([0, outside]))
 
 
 def test_numerics_are_of_a_program_and_not_of_the_process() -> None:

@@ -42,6 +42,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "paceline_dot_check": (_COUNT,),
     "paceline_linear_scratch": (_COUNT, _AT, _COUNT),
     "paceline_linear": (None, _AT, _AT, _COUNT, _AT, _AT),
+    "paceline_rows": (None, _AT, _AT, _COUNT, _AT),
     "paceline_quantise_rows": (None, _AT, _COUNT, _COUNT, _COUNT, _AT, _AT),
     "paceline_program_bytes": (_COUNT, _AT, _AT),
     "paceline_run_program": (_COUNT, _AT, _AT),

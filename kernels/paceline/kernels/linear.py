@@ -12,7 +12,6 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -130,55 +129,18 @@ class PackedMatrix:
         named = {"values": self.values, "bias": self.bias}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
-    @cached_property
-    def unpacked(self) -> Tensor | QuantisedMatrix | RotatedMatrix:
-        """The weights in their usual order: float32 ``[outs, ins]``, blocks, or rotated."""
-        return self._integers() if self.rotation else self._unpack(slice(None))
-
     def rows(self, indices: Tensor) -> Tensor:
-        """The weights of some outputs, int64 ``[n]``: float32 ``[n, ins]``."""
-        if self.rotation:
-            return self._integers(indices).rows(torch.arange(len(indices)))
-        found = self._unpack(indices)
-        return found.dequantise() if isinstance(found, QuantisedMatrix) else found
+        """The weights of some outputs, int64 ``[n]``: float32 ``[n, ins]``.
 
-    def _integers(self, which: Tensor | None = None) -> RotatedMatrix:
-        """Some outputs of a rotated matrix, int64 ``[n]``; None: all."""
-        pairs = self.values.view(-(-self.outs // _PADDED), -1).view(torch.int32)
-        if which is None:
-            words = pairs[:, :-_PADDED].unflatten(1, (-1, _PADDED)).transpose(1, 2)
-            words = words.flatten(0, 1)[: self.outs].contiguous()
-            scales = pairs[:, -_PADDED:].flatten()[: self.outs]
-        else:
-            lanes = which % _PADDED
-            found = pairs[which // _PADDED].view(len(which), -1, _PADDED)
-            found = found.gather(2, lanes[:, None, None].expand(-1, found.shape[1], 1))[:, :, 0]
-            words, scales = found[:, :-1].contiguous(), found[:, -1].contiguous()
-        values = (words.view(torch.uint8)[:, : self.ins] ^ 128).view(torch.int8)
-        return RotatedMatrix.stored(values, scales.view(torch.float32), self.rotation)
-
-    def _unpack(self, which: Tensor | slice) -> Tensor | QuantisedMatrix:
-        if self.format in _TYPES:
-            panels = self.values.view(torch.int32).view(-(-self.outs // _PADDED) * 2, -1, PANEL)
-            words = _outputs(panels, which, self.outs)
-            return words.view(_TYPES[self.format])[:, : self.ins].float()
-        bits, half = 8 if self.format == "int8" else 4, self.scales_f16
-        lines, factor = bits, 2 if half else 4
-        pieces = self.values.view(-(-self.outs // _PADDED), self.ins // QUANT_BLOCK, -1)
-        size = _PADDED * lines * 4
-        stored = pieces[:, :, :size].contiguous().view(torch.int32)
-        stored = stored.view(len(pieces), -1, 2, lines, PANEL).permute(0, 2, 1, 3, 4).flatten(2, 3)
-        words = _outputs(stored.flatten(0, 1), which, self.outs)
-        if bits == 4:
-            words = torch.stack([words & 0x0F0F0F0F, words >> 4 & 0x0F0F0F0F], 2).flatten(1)
-        factors = [
-            _outputs(
-                part.contiguous().view(torch.float16 if half else torch.float32), which, self.outs
-            )
-            for part in pieces[:, :, size:].split(_PADDED * factor, 2)
-        ]
-        scale, minimum = factors[0].float(), factors[1].float() if self.minima else None
-        return QuantisedMatrix(words.view(torch.uint8), scale, minimum, bits, self.offset)
+        Raises:
+            IndexError: There is no such output.
+        """
+        if len(indices) and not (indices.min() >= 0 and indices.max() < self.outs):
+            raise IndexError(f"an index is outside of the {self.outs} outputs of a matrix")
+        rows, matrix = torch.empty(len(indices), self.ins), self.matrix()
+        at, which = ctypes.addressof(matrix), indices.contiguous()
+        library().paceline_rows(at, address(which, "indices"), len(which), rows.data_ptr())
+        return rows
 
     def matrix(self, numerics: str = "portable") -> CMatrix:
         """The argument of the C kernels, for products in some numerics; valid as long as this
@@ -307,14 +269,6 @@ def _padded(rows: Tensor, multiple: int) -> Tensor:
     if outs % _PADDED == ins % multiple == 0:
         return rows.contiguous()
     return pad(rows, (0, -ins % multiple, 0, -outs % _PADDED))
-
-
-def _outputs(panels: Tensor, which: Tensor | slice, outs: int) -> Tensor:
-    """``[panels][n][width]`` -> ``[outs, n]``, of some outputs."""
-    width = panels.shape[2]
-    if isinstance(which, Tensor):
-        return panels[which // width, :, which % width]
-    return panels.transpose(1, 2).flatten(0, 1)[:outs][which]
 
 
 def _bias(bias: Tensor | None) -> Tensor | None:

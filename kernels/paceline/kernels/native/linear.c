@@ -91,6 +91,15 @@ void paceline_linear(const Matrix *m, const float *x, int64_t rows, void *scratc
   }
 }
 
+void paceline_rows(const Matrix *m, const int64_t *rows, int64_t count, float *out) {
+  check_matrix(m);
+#pragma omp parallel for schedule(static) if (count > 64)
+  for (int64_t i = 0; i < count; i++) {
+    CHECK(rows[i] >= 0 && rows[i] < m->outs);
+    linear_row(m, rows[i], out + i * m->ins);
+  }
+}
+
 int64_t paceline_linear_scratch(const Matrix *m, int64_t rows) { return linear_scratch(m, rows); }
 
 /* Rotates and quantises rows of weights: values int8 [rows, ins], scales [rows]. */

@@ -61,8 +61,9 @@ void linear_item(const Matrix *m, const float *x, const void *scratch, int64_t r
 /* The whole product on the threads of OpenMP. */
 void paceline_linear(const Matrix *m, const float *x, int64_t rows, void *scratch, float *out);
 
-/* One row of the weights: ins floats. */
+/* One row of the weights: ins floats; and several, on the threads of OpenMP. */
 void linear_row(const Matrix *m, int64_t row, float *out);
+void paceline_rows(const Matrix *m, const int64_t *rows, int64_t count, float *out);
 
 static inline void check_matrix(const Matrix *m) {
   CHECK(m && m->outs > 0 && m->ins > 0);
