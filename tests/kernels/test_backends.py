@@ -67,7 +67,7 @@ def test_an_import_error_in_a_kernel_of_ours_is_no_missing_package(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("triton")
-    monkeypatch.setitem(sys.modules, "paceline.kernels.triton.backend", None)
+    monkeypatch.setitem(sys.modules, "paceline.kernels.triton.kernels", None)
     with pytest.raises(ImportError):
         cuda_kernels("triton")
 

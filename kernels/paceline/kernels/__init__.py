@@ -12,11 +12,15 @@ from paceline.kernels.attention import (
     GraphProbes,
     Probe,
     ProbedBlock,
-    tree_attention,
 )
 from paceline.kernels.caches import KVCacheView, LayerTable, PagedPlane, Plane
 from paceline.kernels.delta import Delta, DeltaShape, RecurrentStates
-from paceline.kernels.devices import DeviceKernels, kernels_for, why_bits_vary
+from paceline.kernels.devices import (
+    DeviceKernels,
+    kernels_for,
+    tree_attention,
+    why_bits_vary,
+)
 from paceline.kernels.executor import Executor
 from paceline.kernels.noise import gumbel_noise_at
 from paceline.kernels.program import MAX_EXPERTS, Context, Heads, Pass, Program, Recorder, Routing

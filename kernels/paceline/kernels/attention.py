@@ -1,4 +1,4 @@
-"""Tree attention, and the recording of scores.
+"""Calls of tree attention, and the recording of scores.
 
 Tree attention after LongSpec (section 3.3): unmasked attention over the committed prefix, masked
 attention over the block of new nodes, merged by log-sum-exp. Chunks of keys begin at fixed
@@ -18,8 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.kernels.caches import Plane, from_rows, head_width, span
-from paceline.kernels.devices import kernels_for
+from paceline.kernels.caches import Plane, from_rows, span
 from paceline.kernels.trees import TreePlan
 
 # Rows of one block whose scores attention records on GPUs; those of further rows, and weights, are
@@ -76,7 +75,7 @@ class GraphProbes(tuple[Probe, ...]):
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """Checked arguments of :func:`tree_attention`, and where the results go."""
+    """Checked arguments of :func:`paceline.kernels.tree_attention`, and where the results go."""
 
     q: Tensor  # queries, `[M, Hq, D]`
     keys: Sequence[Plane]  # keys of each sequence, `[Hkv, capacity, D]` or in pages
@@ -118,85 +117,3 @@ def record_scores(call: AttentionCall, probes: Sequence[Probe]) -> None:
                 raise ValueError("weights cannot be recorded without the log-sum-exp of the scores")
             scores = (scores - lse[row].view(key.shape[0], -1, 1)).exp()
         probe.out[:, : block.start] = scores.sum(1)
-
-
-def tree_attention(
-    q: Tensor,
-    keys: Sequence[Plane],
-    values: Sequence[Plane],
-    plan: TreePlan,
-    *,
-    scale: float,
-    cap: float = 0.0,
-    window: int | None = None,
-    out: Tensor | None = None,
-    probes: Sequence[Probe] = (),
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Attention of packed tree nodes over their own paths.
-
-    Row i of a block attends to the block's committed prefix and to its own ancestors and
-    itself; with a window, only to those at positions above ``position - window``.
-
-    Args:
-        q: Queries after RoPE, ``[M, Hq, D]`` of a float dtype.
-        keys: Per sequence, cached keys ``[Hkv, capacity, D]`` (any strides with a dense last
-            dimension; see :mod:`paceline.kernels.caches` for int8) or in pages of one pool,
-            filled up to ``block.stop``.
-        values: Per sequence, cached values, like ``keys``.
-        plan: The packed blocks.
-        scale: Factor on the scores, usually ``D ** -0.5``.
-        cap: Soft cap of the scores, ``cap * tanh(score / cap)``; 0: none.
-        window: Sliding window in tokens, or None.
-        out: Output, ``[M, Hq, D]`` of any float dtype; allocated in ``q.dtype`` if None.
-        probes: Rows whose scores or weights are recorded.
-        sinks: float32 ``[Hq]``: one extra logit per head in the softmax denominator, without a
-            value (gpt-oss); None: none.
-
-    Returns:
-        The attention, ``[M, Hq, D]``. Every row attends at least to itself.
-
-    Raises:
-        ValueError: Shapes that do not fit together, or a window below 1.
-        RuntimeError: No kernels for the device.
-    """
-    checked = (q.shape, len(keys), keys[0].shape if keys else None, window)
-    if checked not in plan.checked:  # once per plan, not per layer
-        _check(q, keys, values, plan, window)
-        plan.checked.add(checked)
-    if out is None:
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    needs_lse = any(probe.weights for probe in probes)
-    lse = q.new_empty(q.shape[:2], dtype=torch.float32) if needs_lse else None
-    call = AttentionCall(q, keys, values, plan, scale, window, out, lse, probes, cap, sinks)
-    kernels_for(q.device).attend(call)
-    return out
-
-
-def _check(
-    q: Tensor,
-    keys: Sequence[Plane],
-    values: Sequence[Plane],
-    plan: TreePlan,
-    window: int | None,
-) -> None:
-    if window is not None and window < 1:
-        raise ValueError(f"window is {window}, expected 1 or more, or None for all")
-    if q.dim() != 3 or q.shape[0] != plan.rows:
-        raise ValueError(
-            f"q has shape {tuple(q.shape)}, expected [{plan.rows}, heads, head_dim] for this plan"
-        )
-    if len(keys) != len(values):
-        raise ValueError(f"{len(keys)} key caches but {len(values)} value caches; give one each")
-    for block in plan.blocks:
-        if block.sequence >= len(keys):
-            raise ValueError(
-                f"a query block names sequence {block.sequence}, but {len(keys)} caches were given"
-            )
-        key = keys[block.sequence]
-        shape = key.shape
-        if head_width(key) != q.shape[2] or q.shape[1] % shape[0] or shape[1] < block.stop:
-            raise ValueError(
-                f"keys of sequence {block.sequence} have shape {tuple(shape)}, expected "
-                f"[a divisor of {q.shape[1]}, at least {block.stop}, {q.shape[2]}]"
-            )

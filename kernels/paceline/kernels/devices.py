@@ -1,4 +1,5 @@
-"""What a GPU runs in the place of the compiled CPU kernels, chosen once for a kind of device."""
+"""What a GPU runs in the place of the compiled CPU kernels, chosen once for a kind of device, and
+attention by it."""
 
 from __future__ import annotations
 
@@ -9,13 +10,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+from torch import Tensor
+
+from paceline.kernels.attention import AttentionCall, Probe
+from paceline.kernels.caches import Plane, head_width
+from paceline.kernels.trees import TreePlan
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-    from torch import Tensor
 
-    from paceline.kernels.attention import AttentionCall
     from paceline.kernels.rows import RowKernels
     from paceline.kernels.sampling import SamplingParams
 
@@ -130,15 +134,15 @@ def cuda_kernels(name: str) -> DeviceKernels:
             f"a GPU needs Triton, which cannot be imported ({error}): install paceline[cuda], or "
             "use --device cpu"
         ) from error
-    from paceline.kernels.triton.backend import TritonBackend
+    from paceline.kernels.triton.kernels import TritonKernels
 
     if name != "flash_attn":
-        return TritonBackend()
+        return TritonKernels()
     try:
         import_module("flash_attn")
     except ImportError as error:
         logger.warning("%s is flash_attn: Triton attends, since %s", VARIABLE, error)
-        return TritonBackend()
+        return TritonKernels()
     from paceline.kernels.triton.flash import FlashAttention2
 
     return FlashAttention2()
@@ -154,6 +158,88 @@ def preferred_backend() -> str:
     if requested not in BACKENDS:
         raise RuntimeError(f"{VARIABLE} is {requested!r}, expected one of {', '.join(BACKENDS)}")
     return requested
+
+
+def tree_attention(
+    q: Tensor,
+    keys: Sequence[Plane],
+    values: Sequence[Plane],
+    plan: TreePlan,
+    *,
+    scale: float,
+    cap: float = 0.0,
+    window: int | None = None,
+    out: Tensor | None = None,
+    probes: Sequence[Probe] = (),
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention of packed tree nodes over their own paths.
+
+    Row i of a block attends to the block's committed prefix and to its own ancestors and
+    itself; with a window, only to those at positions above ``position - window``.
+
+    Args:
+        q: Queries after RoPE, ``[M, Hq, D]`` of a float dtype.
+        keys: Per sequence, cached keys ``[Hkv, capacity, D]`` (any strides with a dense last
+            dimension; see :mod:`paceline.kernels.caches` for int8) or in pages of one pool,
+            filled up to ``block.stop``.
+        values: Per sequence, cached values, like ``keys``.
+        plan: The packed blocks.
+        scale: Factor on the scores, usually ``D ** -0.5``.
+        cap: Soft cap of the scores, ``cap * tanh(score / cap)``; 0: none.
+        window: Sliding window in tokens, or None.
+        out: Output, ``[M, Hq, D]`` of any float dtype; allocated in ``q.dtype`` if None.
+        probes: Rows whose scores or weights are recorded.
+        sinks: float32 ``[Hq]``: one extra logit per head in the softmax denominator, without a
+            value (gpt-oss); None: none.
+
+    Returns:
+        The attention, ``[M, Hq, D]``. Every row attends at least to itself.
+
+    Raises:
+        ValueError: Shapes that do not fit together, or a window below 1.
+        RuntimeError: No kernels for the device.
+    """
+    checked = (q.shape, len(keys), keys[0].shape if keys else None, window)
+    if checked not in plan.checked:  # once per plan, not per layer
+        _check(q, keys, values, plan, window)
+        plan.checked.add(checked)
+    if out is None:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    needs_lse = any(probe.weights for probe in probes)
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32) if needs_lse else None
+    call = AttentionCall(q, keys, values, plan, scale, window, out, lse, probes, cap, sinks)
+    kernels_for(q.device).attend(call)
+    return out
+
+
+def _check(
+    q: Tensor,
+    keys: Sequence[Plane],
+    values: Sequence[Plane],
+    plan: TreePlan,
+    window: int | None,
+) -> None:
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}, expected 1 or more, or None for all")
+    if q.dim() != 3 or q.shape[0] != plan.rows:
+        raise ValueError(
+            f"q has shape {tuple(q.shape)}, expected [{plan.rows}, heads, head_dim] for this plan"
+        )
+    if len(keys) != len(values):
+        raise ValueError(f"{len(keys)} key caches but {len(values)} value caches; give one each")
+    for block in plan.blocks:
+        if block.sequence >= len(keys):
+            raise ValueError(
+                f"a query block names sequence {block.sequence}, but {len(keys)} caches were given"
+            )
+        key = keys[block.sequence]
+        shape = key.shape
+        if head_width(key) != q.shape[2] or q.shape[1] % shape[0] or shape[1] < block.stop:
+            raise ValueError(
+                f"keys of sequence {block.sequence} have shape {tuple(shape)}, expected "
+                f"[a divisor of {q.shape[1]}, at least {block.stop}, {q.shape[2]}]"
+            )
 
 
 def why_bits_vary(device: torch.device | str) -> str:

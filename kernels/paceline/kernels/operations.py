@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from paceline.kernels.attention import tree_attention
 from paceline.kernels.caches import Plane
 from paceline.kernels.delta import DeltaPass
-from paceline.kernels.devices import kernels_for
+from paceline.kernels.devices import kernels_for, tree_attention
 from paceline.kernels.program import Kind, Operation, Pass, PassResult, Program, Routing
 from paceline.kernels.rotated import IntSums
 from paceline.kernels.rows import clamped_gate, convolve_blocks, gelu_gate

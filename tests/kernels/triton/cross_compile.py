@@ -41,13 +41,13 @@ from paceline.kernels.caches import Plane
 from paceline.kernels.rotated import IntSums
 from paceline.kernels.triton import backend, tiles
 from paceline.kernels.triton.backend import (
-    TritonBackend,
     TritonRows,
     accept_drafts,
     perturbed,
 )
 from paceline.kernels.triton.candidates import best_of_rows, grow_trees
 from paceline.kernels.triton.gather import gather_kv, gather_states
+from paceline.kernels.triton.kernels import TritonKernels
 from paceline.kernels.triton.plan import path_words
 from paceline.kernels.triton.products import (
     multiply_by_experts,
@@ -176,7 +176,7 @@ def compile_attention(
     call = AttentionCall(
         q, *planes(kv, dim, page), plan, dim**-0.5, window, out, lse, asked, sinks=sinks
     )
-    TritonBackend().attend(call)
+    TritonKernels().attend(call)
 
 
 def product(width: int, kind: torch.dtype, scaled: int) -> Tensor | IntSums:

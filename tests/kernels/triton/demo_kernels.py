@@ -33,7 +33,7 @@ from paceline.drafter.methods.base import Resources
 from paceline.drafter.methods.longspec.drafter import GPU_TREE
 from paceline.kernels import devices
 from paceline.kernels.triton import ahead
-from paceline.kernels.triton.backend import TritonBackend
+from paceline.kernels.triton.kernels import TritonKernels
 from paceline.verifier.kv.base import KvLayout
 from paceline.verifier.kv.pool import PagePool
 
@@ -93,7 +93,7 @@ def drafter(method: str) -> None:
 
 def launch_on_cpu() -> None:
     """From here on the CPU launches the kernels of a GPU."""
-    devices.LOADED["cpu"] = TritonBackend()
+    devices.LOADED["cpu"] = TritonKernels()
 
 
 @ahead.Kernel

@@ -224,6 +224,7 @@ def test_blocks_of_all_lengths_over_a_context_share_a_kernel(
 ) -> None:
     """Each kernel is compiled for seconds, and a drafter's blocks have a length of their own."""
     from paceline.kernels.triton import backend
+    from paceline.kernels.triton.kernels import TritonKernels
 
     heads, shapes, attend_shape = Heads(4, 1, 16), set(), backend.attend_shape
 
@@ -243,7 +244,7 @@ def test_blocks_of_all_lengths_over_a_context_share_a_kernel(
         inputs, table = torch.randn(length + 3, 64), torch.ones(64, 16)
         call = Pass(None, plan, caches, table, taps=[0], contexts=contexts, inputs=inputs)
         found = []
-        for each in (backend.TritonBackend(), ReferenceKernels()):
+        for each in (TritonKernels(), ReferenceKernels()):
             monkeypatch.setitem(devices.LOADED, "cpu", each)
             found.append(run_one_by_one(recording, call).taps[0])
         torch.testing.assert_close(*found, atol=5e-3, rtol=5e-3)

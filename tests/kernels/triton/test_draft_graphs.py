@@ -185,9 +185,9 @@ def on_triton(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[bool]]:
     """
 
     def use(drafter: Any) -> list[bool]:
-        from paceline.kernels.triton.backend import TritonBackend
+        from paceline.kernels.triton.kernels import TritonKernels
 
-        monkeypatch.setitem(devices.LOADED, "cpu", TritonBackend())
+        monkeypatch.setitem(devices.LOADED, "cpu", TritonKernels())
         heads = getattr(drafter.layers, "heads", None)
         if (head := getattr(heads, "_markov", None)) is not None:
             heads._w2 = SimpleNamespace(weight=head.markov_w2.weight, packed=None)

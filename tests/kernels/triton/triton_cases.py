@@ -91,12 +91,12 @@ def run(
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention and log-sum-exp by a backend; None: the Triton one."""
-    from paceline.kernels.triton.backend import TritonBackend
+    from paceline.kernels.triton.kernels import TritonKernels
 
     out = torch.full(q.shape, torch.nan)  # poisoned
     lse = torch.full(q.shape[:2], torch.nan)
     scale = q.shape[2] ** -0.5
-    (backend or TritonBackend()).attend(
+    (backend or TritonKernels()).attend(
         AttentionCall(
             q, keys, values, plan_trees(blocks), scale, window, out, lse, probes, sinks=sinks
         )

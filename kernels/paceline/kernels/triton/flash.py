@@ -12,7 +12,8 @@ from torch import Tensor
 from paceline.kernels.attention import AttentionCall
 from paceline.kernels.caches import PagedPlane
 from paceline.kernels.trees import TreePlan, send
-from paceline.kernels.triton.backend import Caches, TritonBackend
+from paceline.kernels.triton.backend import Caches
+from paceline.kernels.triton.kernels import TritonKernels
 
 _PAGE = 256  # pages of flash-attn have a multiple of so many slots
 _WIDTHS = range(8, 257, 8)  # of its heads
@@ -46,7 +47,7 @@ class _Batch:
         self.places = there(places).unbind(1)  # block and place there of each row, two int64 `[M]`
 
 
-class FlashAttention2(TritonBackend):
+class FlashAttention2(TritonKernels):
     """Prompts over paged caches in half precision by flash-attn, all else by Triton kernels."""
 
     name = "flash_attn"
