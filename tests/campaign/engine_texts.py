@@ -26,14 +26,13 @@ from paceline.decoder import Decoder
 from paceline.kv.selection import AttentionScores, Rows
 from paceline.text import Text
 from paceline.tree import TokenTree
+from paceline.verifier.engine.drafted import LOCAL, FinishReason
 from paceline.verifier.engine.engine import Engine
 from paceline.verifier.engine.job import (
-    LOCAL,
     CachedSequence,
     ConstraintFailed,
     Decode,
     EngineJob,
-    FinishReason,
     Prefill,
     Request,
 )

@@ -29,8 +29,9 @@ from paceline.kv.selection import SelectionPolicy
 from paceline.text import Text
 from paceline.tree import TokenTree
 from paceline.v1 import kv_pb2, kv_pb2_grpc, sampling_pb2
+from paceline.verifier.engine.drafted import Draft
 from paceline.verifier.engine.engine import Engine
-from paceline.verifier.engine.job import CachedSequence, Decode, Draft, Prefill, Request
+from paceline.verifier.engine.job import CachedSequence, Decode, Prefill, Request
 from paceline.verifier.grammar import Guide
 from paceline.verifier.kv.base import KvLayout, TapLayout, Taps
 from paceline.verifier.kv.pool import PagePool

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from paceline.tree import TokenTree
 from paceline.verifier.engine.acceptance import walk
-from paceline.verifier.engine.job import FinishReason, rank
+from paceline.verifier.engine.drafted import FinishReason, rank
 
 
 @st.composite

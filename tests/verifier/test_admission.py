@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.tree import TokenTree
-from paceline.verifier.engine.job import rank
+from paceline.verifier.engine.drafted import rank
 from paceline.verifier.scheduler.scheduler import admit, least_survival
 
 DRAWS = 10_000

@@ -13,8 +13,9 @@ import pytest
 from simulated_load import Accepted, Costs, Drawn
 
 from paceline.bench.replay.simulation import MODES
+from paceline.text import Text
 from paceline.tree import EMPTY, TokenTree
-from paceline.verifier.engine.job import StepOutput
+from paceline.verifier.engine.drafted import StepOutput
 from paceline.verifier.scheduler.controller import Account, Drafters, SequenceState
 from paceline.verifier.scheduler.costs import CostTable
 from paceline.verifier.scheduler.scheduler import Scheduler
@@ -205,7 +206,7 @@ def test_calibration_is_finite_for_any_confidence() -> None:
 
 
 class Named(SimpleNamespace):
-    """What the scheduler reads of a sequence."""
+    """What the scheduler reads of a text that is drafted for."""
 
     __hash__ = object.__hash__
 
@@ -218,14 +219,8 @@ class Lockstep:
         self.scheduler = Scheduler(
             CostTable((1, 512), (1.0, 1.0)), 255, lambda: self.now, lockstep=True
         )
-        sampling = SimpleNamespace(rejection=False)
         self.jobs: list[Any] = [
-            SimpleNamespace(
-                sequence=Named(generation=SimpleNamespace(sampling=sampling), drafter="good"),
-                asked=True,
-                tree=EMPTY,
-                guess=EMPTY,
-            )
+            Named(text=Text([0]), drafted_by="good", asked=True, tree=EMPTY, guess=EMPTY)
             for _ in range(count)
         ]
         for _ in range(40):
@@ -233,14 +228,14 @@ class Lockstep:
 
     def budget(self, index: int, drafter: str) -> int:
         """Whether a drafter drafts for a sequence."""
-        self.jobs[index].sequence.drafter = drafter
-        return self.scheduler.budget(self.jobs[index].sequence)
+        self.jobs[index].drafted_by = drafter
+        return self.scheduler.budget(self.jobs[index])
 
     def draft(self, index: int, drafter: str, nodes: int = 4) -> None:
         """Request a tree, which is used if it has nodes."""
         job = self.jobs[index]
-        job.sequence.drafter = drafter
-        self.scheduler.budget_sent(job.sequence, 8)
+        job.drafted_by = drafter
+        self.scheduler.budget_sent(job, 8)
         if nodes:
             job.tree = TokenTree.chain([1] * nodes, [0.9] * nodes)
 
@@ -254,7 +249,7 @@ class Lockstep:
             StepOutput([1] * tokens, accepted=list(range(tokens - 1 if tree else 0)))
             for tree in trees
         ]
-        waiting = {self.jobs[0].sequence: waited[1]} if waited[0] else {}
+        waiting = {self.jobs[0]: waited[1]} if waited[0] else {}
         self.scheduler.stepped(began, self.now, outputs, waiting)
         for job in self.jobs:
             job.tree = EMPTY

@@ -18,14 +18,9 @@ from paceline.decoder.graphs import SHAPES
 from paceline.text import Text
 from paceline.tree import EMPTY
 from paceline.verifier.engine.batch import MIN_GRAPH_PROMPT, prompt_room
+from paceline.verifier.engine.drafted import StepOutput
 from paceline.verifier.engine.engine import Engine
-from paceline.verifier.engine.job import (
-    CachedSequence,
-    Decode,
-    Prefill,
-    Request,
-    StepOutput,
-)
+from paceline.verifier.engine.job import CachedSequence, Decode, Prefill, Request
 from paceline.verifier.engine.queue import CommandThread
 from paceline.verifier.kv.base import KvLayout
 from paceline.verifier.kv.pool import PagePool

@@ -6,7 +6,6 @@ import asyncio
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import drafters
 import pytest
@@ -15,8 +14,10 @@ from hypothesis import strategies as st
 from verifier_support import Client, serving
 
 from paceline.kernels import SamplingParams
+from paceline.text import Text
 from paceline.tree import TokenTree
 from paceline.v1 import sampling_pb2, verifier_pb2
+from paceline.verifier.engine.drafted import DraftedText
 from paceline.verifier.scheduler.costs import CostTable
 from paceline.verifier.scheduler.scheduler import Scheduler
 
@@ -126,9 +127,7 @@ async def test_drafting_begins_when_plain_steps_are_measured(client: Client) -> 
 def drawn(confidences: list[float], costs: CostTable) -> list[int]:
     """Nodes checked of a chain of samples, with these confidences."""
     sampling = SamplingParams(temperature=1.0, rejection=True)
-    job = Mock()
-    job.sequence.committed = 9
-    job.sequence.text.sampling = sampling
+    job = DraftedText(Text([0], sampling=sampling))
     count = len(confidences)
     tree = TokenTree.chain([1] * count, confidences)
     (cut,) = Scheduler(costs, 255).admit([job], [tree], 1, 9, 0)

@@ -13,7 +13,8 @@ from verifier_support import LAYOUT, Clock
 from paceline.service import limits
 from paceline.text import Text
 from paceline.verifier import store as store_module
-from paceline.verifier.engine.job import CachedSequence, FinishReason, Request
+from paceline.verifier.engine.drafted import FinishReason
+from paceline.verifier.engine.job import CachedSequence, Request
 from paceline.verifier.kv.base import Taps, open_segments
 from paceline.verifier.kv.segment import Segment, SegmentMemory
 from paceline.verifier.store import CacheNotFound, CacheStore, StoreFull

@@ -1,7 +1,7 @@
 """Which rounds of a generation have spans, and how many series there are."""
 
 from argparse import ArgumentTypeError
-from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,13 +12,25 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client import CollectorRegistry
 
 from paceline.telemetry.names import Attribute, Metric
-from paceline.telemetry.tracing import remote_context
+from paceline.telemetry.tracing import child_traceparent
+from paceline.text import Text
 from paceline.tree import TokenTree
 from paceline.v1.verifier_pb2 import GetModelResponse
-from paceline.verifier.engine.job import Draft, DrafterVersion, NoDraft, StepOutput, merge
+from paceline.verifier.engine.drafted import (
+    Draft,
+    DraftCall,
+    DraftedText,
+    DrafterVersion,
+    NoDraft,
+    StepOutput,
+    StepReport,
+    StepTimes,
+    TracedRounds,
+    merge,
+)
 from paceline.verifier.metrics import VerifierMetrics
 from paceline.verifier.options import round_sampling
-from paceline.verifier.telemetry import RoundSpans
+from paceline.verifier.telemetry import add_round
 
 PARENT = f"00-{'a' * 32}-{'b' * 16}-01"
 
@@ -28,36 +40,42 @@ PARENT = f"00-{'a' * 32}-{'b' * 16}-01"
     [("3:5", [0, 1, 2, 5, 10, 15]), ("0:8", [0, 8, 16]), ("all", list(range(20)))],
 )
 def test_the_first_rounds_and_then_one_in_so_many(rounds: str, traced: list[int]) -> None:
+    trace = TracedRounds(PARENT, *round_sampling(rounds))
+    text = DraftedText(Text([1, 2], limit=99), trace=trace)
+    step = StepTimes(0.0, 1.0)
+    assert [n for n in range(20) if text.report(StepOutput([2]), step).traced] == traced
+
+
+def test_a_span_that_is_made_later_is_the_parent_that_was_told() -> None:
     provider, exporter = TracerProvider(), InMemorySpanExporter()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    parent = remote_context(PARENT)
-    assert parent is not None
-    spans = RoundSpans(provider.get_tracer("test"), PARENT, parent, round_sampling(rounds))
-    drafted, plain = [], []
-    for step in range(20):
-        if spans.begin_draft(0.0):
-            drafted.append(step)
-        spans.close()
-        opened, is_traced = spans.take()
-        assert opened is None
-        if is_traced:
-            plain.append(step)
-    assert drafted == plain == traced
-    names = Counter(span.name for span in exporter.get_finished_spans())
-    assert names == {"specdec.round": len(traced), "specdec.draft": len(traced)}
+    named = child_traceparent(PARENT)
+    call = DraftCall(named, 1.0, 2.0, "lm", "socket", "map", NoDraft.LATE)
+    report = replace(drafted(()), draft=None, call=call)
+    add_round(provider.get_tracer("test"), report, TracedRounds(PARENT), {})
+    spans = {span.name: span for span in exporter.get_finished_spans()}
+    told = [
+        f"{spans['specdec.draft'].context.trace_id:032x}",
+        f"{spans['specdec.draft'].context.span_id:016x}",
+    ]
+    assert named.split("-")[1:3] == told
+    assert spans["specdec.draft"].attributes[Attribute.NO_DRAFT] == "late"
+    for name in ("specdec.draft", "specdec.verify"):
+        assert spans[name].parent.span_id == spans["specdec.round"].context.span_id
 
 
 def test_plain_steps_that_are_sent_together_have_a_span_if_one_of_them_has() -> None:
-    steps = [StepOutput([1], traced=traced) for traced in (False, True, False)]
+    steps = [StepReport(StepOutput([1]), 0, 1, traced=traced) for traced in (False, True, False)]
     assert merge(steps).traced
     assert not merge(steps[:1]).traced
 
 
-def drafted(sources: tuple[str, ...]) -> StepOutput:
+def drafted(sources: tuple[str, ...]) -> StepReport:
     """A step with three drafted tokens: two were checked, and the first was accepted."""
     tree = TokenTree((1, 2, 3), (-1, 0, -1), (0.9, 0.8, 0.7), (), sources)
     draft = Draft(tree, DrafterVersion("local", "1", "local"))
-    return StepOutput([1, 7], [0], checked=2, sources=sources[:2], draft=draft)
+    output = StepOutput([1, 7], [0], checked=2)
+    return StepReport(output, 0, 2, [0], sources[:2], draft)
 
 
 @pytest.mark.parametrize(
@@ -83,10 +101,7 @@ def test_metrics_and_spans_say_what_each_source_added(
 
     provider, exporter = TracerProvider(), InMemorySpanExporter()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    parent = remote_context(PARENT)
-    assert parent is not None
-    spans = RoundSpans(provider.get_tracer("test"), PARENT, parent)
-    spans.end_round(drafted(sources), {})
+    add_round(provider.get_tracer("test"), drafted(sources), TracedRounds(PARENT), {})
     named = {span.name: dict(span.attributes or {}) for span in exporter.get_finished_spans()}
     facts = named["specdec.round"]
     found = zip(
@@ -113,7 +128,8 @@ def test_a_service_with_many_versions_does_not_fill_the_memory_with_series() -> 
     metrics = VerifierMetrics(registry, model, nothing, nothing, nothing, list)
     for version in range(200):
         drafter = DrafterVersion("lm", str(version), "lm")
-        metrics.answered(nothing, StepOutput([1], no_draft=NoDraft.LATE, drafter=drafter))
+        late = StepReport(StepOutput([1]), 0, 1, no_draft=NoDraft.LATE, drafter=drafter)
+        metrics.answered(nothing, late)
     (rounds,) = registry.restricted_registry([f"{Metric.ROUNDS}_total"]).collect()
     versions = {sample.labels["version"] for sample in rounds.samples}
     assert "199" in versions

@@ -9,8 +9,8 @@ import drafters
 import pytest
 from verifier_support import Client
 
+from paceline.verifier.engine.drafted import NoDraft
 from paceline.verifier.engine.drafting import DrafterUse
-from paceline.verifier.engine.job import NoDraft
 
 PROMPT = [3, 1, 4, 1, 5]
 FIELDS: dict[str, Any] = {"max_new_tokens": 100, "ignore_eos": True}

@@ -23,15 +23,9 @@ from paceline.kernels.triton.backend import perturbed
 from paceline.kernels.triton.plan import GraphPlan
 from paceline.text import Text
 from paceline.tree import EMPTY, TokenTree
+from paceline.verifier.engine.drafted import LOCAL, Draft
 from paceline.verifier.engine.engine import Engine
-from paceline.verifier.engine.job import (
-    LOCAL,
-    CachedSequence,
-    Decode,
-    Draft,
-    Prefill,
-    Request,
-)
+from paceline.verifier.engine.job import CachedSequence, Decode, Prefill, Request
 from paceline.verifier.kv import pool as pool_module
 from paceline.verifier.kv.base import KvLayout, TapLayout, Taps
 from paceline.verifier.kv.pool import PagePool
@@ -133,4 +127,4 @@ def step(
     for sequence in sequences:
         sequence.kv.close()
     pool.check_integrity()
-    return [output.tokens for job in jobs for output in job.outputs]
+    return [report.output.tokens for job in jobs for report in job.reports]

@@ -13,7 +13,7 @@ from paceline.bench.services import ALWAYS, serving
 from paceline.client import Client
 from paceline.tree import TokenTree
 from paceline.verifier import build_service
-from paceline.verifier.engine.job import LOCAL, NONE, CachedSequence, Decode, StepOutput
+from paceline.verifier.engine.drafted import LOCAL, NONE, DraftedText, StepOutput
 from paceline.verifier.scheduler.scheduler import Scheduler
 
 _WARM_UP = 48  # tokens
@@ -24,15 +24,15 @@ class _Recorder(Scheduler):
 
     def __init__(self, scheduler: Scheduler) -> None:
         super().__init__(scheduler.costs.profiled, 255)
-        self.texts: dict[CachedSequence, list[Round]] = {}
+        self.texts: dict[object, list[Round]] = {}
         """Rounds by text, in the order in which the texts began."""
-        self._jobs: Sequence[Decode] = ()
+        self._jobs: Sequence[DraftedText] = ()
         self._trees: Sequence[TokenTree] = ()
         self._last = 0.0
 
     def admit(
         self,
-        jobs: Sequence[Decode],
+        jobs: Sequence[DraftedText],
         trees: Sequence[TokenTree],
         tokens: int,
         attended: int,
@@ -47,14 +47,14 @@ class _Recorder(Scheduler):
         began: float,
         ended: float,
         outputs: Sequence[StepOutput | None] = (),
-        waited: Mapping[CachedSequence, str] | None = None,
-    ) -> None:
-        super().stepped(began, ended, outputs, waited)
+        waited: Mapping[DraftedText, str] | None = None,
+    ) -> int:
+        plain_us = super().stepped(began, ended, outputs, waited)
         before, self._last = began - self._last, ended
         for job, tree, output in zip(self._jobs, self._trees, outputs, strict=False):
             if output is None:
                 continue
-            rounds = self.texts.setdefault(job.sequence, [])
+            rounds = self.texts.setdefault(job.text, [])
             rounds.append(
                 Round(
                     len(output.tokens),
@@ -66,6 +66,7 @@ class _Recorder(Scheduler):
                 )
             )
         self._jobs = self._trees = ()
+        return plain_us
 
 
 async def record(

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
-from types import SimpleNamespace
 from typing import Any, Protocol
 
+from paceline.text import Text
 from paceline.tree import EMPTY, TokenTree
-from paceline.verifier.engine.job import StepOutput
+from paceline.verifier.engine.drafted import StepOutput
 from paceline.verifier.scheduler.costs import CostTable
 from paceline.verifier.scheduler.scheduler import Scheduler
 
@@ -66,11 +66,14 @@ class Load(Protocol):
 
 
 @dataclass(eq=False)
-class _Sequence:
-    """What the scheduler reads of a sequence."""
+class _Job:
+    """What the scheduler reads of a text that is drafted for."""
 
-    drafter: str | None
-    text: Any
+    text: Text
+    drafted_by: str | None
+    asked: bool
+    tree: TokenTree = EMPTY
+    guess: TokenTree = EMPTY
 
 
 @dataclass
@@ -128,27 +131,23 @@ class Simulation:
         if length is None:
             return None
         self._made += 1
-        sequence = _Sequence(
-            drafter=None if self.mode == "plain" else "some",
-            text=SimpleNamespace(sampling=SimpleNamespace(rejection=False)),
-        )
-        job = SimpleNamespace(sequence=sequence, tree=EMPTY, guess=EMPTY, asked=self.load.asked)
+        drafter = None if self.mode == "plain" else "some"
+        job = _Job(Text([0]), drafter, asked=self.load.asked)
         return Generation(self._made, job, length, self.now)
 
     def _plan(self, generations: Sequence[Generation]) -> None:
         """Request trees for their next steps, or queue them."""
         for each in generations:
-            sequence = each.job.sequence
             each.job.tree, each.ready_at = EMPTY, self.now
             if not self.load.asked:
                 if self.mode == "always" or (self.mode != "plain" and self.scheduler.measured):
                     each.job.tree = self.load.tree(each)
-                self.scheduler.budget_sent(sequence, 0)
+                self.scheduler.budget_sent(each.job, 0)
                 continue
             budget = {"plain": 0, "always": 255}.get(self.mode)
             if budget is None:
-                budget = self.scheduler.budget(sequence)
-            self.scheduler.budget_sent(sequence, budget)
+                budget = self.scheduler.budget(each.job)
+            self.scheduler.budget_sent(each.job, budget)
             if budget:
                 each.ready_at, each.asked_at = inf, self.now
                 self._requested.append(each)
@@ -189,7 +188,7 @@ class Simulation:
             if each.got < each.length:
                 going.append(each)
                 continue
-            self.scheduler.forget(each.job.sequence)
+            self.scheduler.forget(each.job.text)
             self._spend(each, 0, self.now - each.began)
             place, new = self._running.index(each), self._begin()
             if new is None:

@@ -6,9 +6,11 @@ spans to the trace of a caller's W3C traceparent.
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from http import HTTPMethod
 from typing import TYPE_CHECKING
 
@@ -17,7 +19,7 @@ from paceline.telemetry.names import SCHEMA_URL, Attribute
 if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.sdk.trace import Tracer
-    from opentelemetry.trace import Span
+    from opentelemetry.trace import Span, SpanKind
     from opentelemetry.util.types import AttributeValue
 
 Attributes = Mapping[str, "AttributeValue"]
@@ -147,6 +149,28 @@ def remote_context(traceparent: str) -> Context | None:
 
     parent = TraceContextTextMapPropagator().extract({"traceparent": traceparent})
     return parent if trace.get_current_span(parent).get_span_context().is_valid else None
+
+
+def child_traceparent(traceparent: str) -> str:
+    """The traceparent of a span that is to be made later, by :func:`start_named`, in the trace of a
+    valid one. Another process may make children of it before."""
+    version, trace, _, flags = traceparent.split("-")[:4]
+    return f"{version}-{trace}-{random.getrandbits(64) or 1:016x}-{flags}"
+
+
+def start_named(
+    tracer: Tracer, name: str, traceparent: str, parent: Context, kind: SpanKind, began_ns: int
+) -> Span:
+    """Start the span of a :func:`child_traceparent`."""
+    from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+
+    class Named(RandomIdGenerator):
+        def generate_span_id(self) -> int:
+            return int(traceparent.split("-")[2], 16)
+
+    named = copy(tracer)  # other threads use it meanwhile
+    named.id_generator = Named()
+    return named.start_span(name, parent, kind, start_time=began_ns)
 
 
 def server_attributes(address: str) -> Attributes:

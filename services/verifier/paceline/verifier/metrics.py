@@ -17,8 +17,9 @@ from paceline.decoder import GraphRunner
 from paceline.service.phases import phases
 from paceline.telemetry.names import PROVIDER, Metric, Span
 from paceline.v1 import verifier_pb2
+from paceline.verifier.engine.drafted import StepReport, shares
 from paceline.verifier.engine.engine import Engine
-from paceline.verifier.engine.job import Prefill, StepOutput, shares
+from paceline.verifier.engine.job import Prefill
 from paceline.verifier.store import Cache, CacheStore, RequestTimes
 from paceline.verifier.telemetry import DRAFTER, FollowCounts
 
@@ -175,11 +176,11 @@ class RoundMetrics:
                 self._metrics[name].labels(*self._fixed[name])  # shown as 0 from now on
         self._versions: OrderedDict[tuple[str, str], None] = OrderedDict()
 
-    def round(self, output: StepOutput) -> None:
+    def round(self, report: StepReport) -> None:
         """A round, or consecutive plain ones."""
-        emitted, accepted, draft = len(output.tokens), len(output.accepted), output.draft
-        drafter = self._drafter(output)
-        reason = "" if output.no_draft is None else output.no_draft.value
+        emitted, accepted, draft = len(report.output.tokens), len(report.accepted), report.draft
+        drafter = self._drafter(report)
+        reason = "" if report.no_draft is None else report.no_draft.value
         self._add(Metric.GENERATION_TOKENS, emitted)
         self._add(Metric.ROUNDS, 1, *drafter, reason)
         if draft is None:
@@ -187,21 +188,21 @@ class RoundMetrics:
             return
         self._add(Metric.NUM_DRAFTS, 1, *drafter)
         self._add(Metric.NUM_DRAFT_TOKENS, len(draft.tree), *drafter)
-        self._add(Metric.NUM_CHECKED, output.checked, *drafter)
+        self._add(Metric.NUM_CHECKED, report.output.checked, *drafter)
         self._add(Metric.NUM_ACCEPTED, accepted, *drafter)
         for position in range(accepted):
             self._add(Metric.NUM_ACCEPTED_PER_POS, 1, *drafter, str(position))
         self._add(Metric.EMITTED_PER_ROUND, emitted, *drafter)
         self._add(Metric.DRAFT_SECONDS, draft.seconds, *drafter)
 
-    def _drafter(self, output: StepOutput) -> tuple[str, str]:
+    def _drafter(self, report: StepReport) -> tuple[str, str]:
         """Name and version of a round's drafter; empty without one.
 
         A drafter service may announce any number of versions, so series of old ones are removed.
         """
-        if output.drafter is None:
+        if report.drafter is None:
             return "", ""
-        drafter = output.drafter.name, output.drafter.version
+        drafter = report.drafter.name, report.drafter.version
         self._versions[drafter] = None
         self._versions.move_to_end(drafter)
         if len(self._versions) > _MAX_VERSIONS:
@@ -264,18 +265,18 @@ class VerifierMetrics(RoundMetrics, Collector):
             self._add(Metric.TIME_TO_FIRST_TOKEN, request.first - request.began)
             self._finish(cache)
 
-    def answered(self, cache: Cache, output: StepOutput) -> None:
+    def answered(self, cache: Cache, report: StepReport) -> None:
         """A step, or consecutive plain ones, were answered."""
-        self.round(output)
-        for source, *counts in shares(output):
+        self.round(report)
+        for source, *counts in shares(report):
             for stage, count in zip(("drafted", "checked", "accepted"), counts, strict=True):
                 self._add(Metric.SOURCE_TOKENS, count, source or DRAFTER, stage)
-        self._add(Metric.NODE_BUDGET, output.node_budget)
-        self._add(Metric.VERIFY_QUEUE_SECONDS, output.queue_us / 1e6)
-        if output.draft is not None:
-            self._add(Metric.VERIFY_SECONDS, output.step_us / 1e6)
+        self._add(Metric.NODE_BUDGET, report.node_budget)
+        self._add(Metric.VERIFY_QUEUE_SECONDS, report.queue_us / 1e6)
+        if report.draft is not None:
+            self._add(Metric.VERIFY_SECONDS, report.step_us / 1e6)
         if cache.request is not None:
-            cache.request.emitted(len(output.tokens))
+            cache.request.emitted(len(report.output.tokens))
             self._finish(cache)
 
     def released(self, cache: Cache, error: str) -> None:

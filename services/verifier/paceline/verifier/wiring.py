@@ -208,7 +208,7 @@ def engine(model: LoadedModel, kv: KvSpace, options: VerifierOptions) -> Engine:
         graphs=kv.graphs,
         max_prefixes=kv.max_prefixes,
         sources=LocalSources(options.sources),
-        read_tree=lambda tree, job: read_tree(tree, message, job.sequence.text),
+        read_tree=lambda tree, job: read_tree(tree, message, job.text),
     )
 
 

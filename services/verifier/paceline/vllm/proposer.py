@@ -14,25 +14,26 @@ from prometheus_client import CollectorRegistry
 
 from paceline.service.runtime import log_beside_others
 from paceline.telemetry.names import Attribute, Span
-from paceline.telemetry.tracing import remote_context, traceparent_of, tracer
+from paceline.telemetry.tracing import traceparent_of, tracer
 from paceline.tree import EMPTY, MAX_NODES, TokenTree
 from paceline.v1 import tree_pb2
-from paceline.verifier.engine.drafting import Drafting, Link
-from paceline.verifier.engine.drafting_lock import DraftingLock
-from paceline.verifier.engine.job import (
-    CachedSequence,
-    Decode,
+from paceline.verifier.engine.drafted import (
     Draft,
+    DraftedText,
     DrafterVersion,
     NoDraft,
     StepOutput,
+    StepTimes,
+    TracedRounds,
 )
+from paceline.verifier.engine.drafting import Drafting, Link
+from paceline.verifier.engine.drafting_lock import DraftingLock
 from paceline.verifier.exchange_service import ExchangeService, serve
 from paceline.verifier.metrics import RoundMetrics
 from paceline.verifier.rpc.messages import read_tree
 from paceline.verifier.scheduler.costs import OUTLIER, flat_table, rising_table
 from paceline.verifier.scheduler.scheduler import Scheduler
-from paceline.verifier.telemetry import RoundSpans
+from paceline.verifier.telemetry import add_round
 from paceline.vllm.review import review
 from paceline.vllm.settings import TRIED, Settings, vllm_version
 from paceline.vllm.texts import Texts, VllmText
@@ -89,7 +90,7 @@ class PacelineProposer:
         self._always = own.draft == "always"
         self._looks_up = own.lookup == "on"
         self._planned: dict[VllmText, TokenTree] = {}
-        self._asked: dict[CachedSequence, str] = {}  # for the planned step, and the drafter
+        self._asked: dict[DraftedText, str] = {}  # for the planned step, and the drafter
         self._disturbed = False  # whether the planned step waited in vain
         self._step_seconds = 0.0
         self._began = perf_counter()
@@ -187,19 +188,17 @@ class PacelineProposer:
         """The step that ended gave the texts these tokens. Only of a step that had the planned
         texts ``alone`` times are learnt."""
         for text in self._planned.keys() ^ texts.keys():  # new, ended, or preempted by vLLM
-            self._scheduler.forget(text.job.sequence)
+            self._scheduler.forget(text.text)
         outputs: list[StepOutput] = []
         for text, chain in self._planned.items():
             if (tokens := texts.get(text)) is None:
                 continue
-            output = StepOutput(tokens, list(range(len(tokens) - 1)), checked=len(chain))
-            text.job.add_output(output, self._began, now)
-            text.job.outputs.clear()
+            outputs.append(StepOutput(tokens, range(len(tokens) - 1), checked=len(chain)))
+            report = text.report(outputs[-1], StepTimes(self._began, now))
             if self._metrics is not None:
-                self._metrics.round(output)
-            if text.job.spans is not None and output.traced:
-                text.job.spans.end_round(output, {})
-            outputs.append(output)
+                self._metrics.round(report)
+            if text.trace is not None and report.traced and self._tracer is not None:
+                add_round(self._tracer, report, text.trace, {})
         if self._step_seconds and now - self._began > OUTLIER * self._step_seconds:
             alone = False  # the machine stood still, whoever drafts
         alone, self._disturbed = alone and not self._disturbed, False
@@ -212,67 +211,65 @@ class PacelineProposer:
     def _ask(self, drafting: Drafting, text: VllmText, now: float) -> None:
         """Look the text up, and request a tree of it where that may be worth more. Each of both
         drafts only where that has paid."""
-        job, sequence = text.job, text.job.sequence
-        text.found, text.asked = EMPTY, False
-        job.no_draft = NoDraft.NODE_BUDGET
+        text.found, text.asked_service = EMPTY, False
+        text.no_draft = NoDraft.NODE_BUDGET
         if self._looks_up and (nodes := self._budget(text, LOOKUP.name)):
-            job.no_draft = NoDraft.EMPTY
+            text.no_draft = NoDraft.EMPTY
             text.found = text.look_up(nodes)
             if text.found:
-                self._scheduler.budget_sent(sequence, nodes)
-        if (name := drafting.name_of(job)) is None or not job.drafter_adds(text.found):
+                self._scheduler.budget_sent(text, nodes)
+        if (name := drafting.name_of(text)) is None or not text.drafter_adds(text.found):
             return
         if not (nodes := self._budget(text, name)):
             return
-        job.no_draft = NoDraft.EMPTY
-        job.timeout, wait = self._times(job, name)
-        text.asked = not self._rests_now(text) and drafting.ask(job, nodes, now)
-        if text.asked:
-            drafting.waiting[job] = now + wait
-            self._scheduler.budget_sent(sequence, nodes)
-            self._asked[sequence] = name
+        text.no_draft = NoDraft.EMPTY
+        text.timeout, wait = self._times(text, name)
+        text.asked_service = not self._rests_now(text) and drafting.ask(text, nodes, now)
+        if text.asked_service:
+            drafting.waiting[text] = now + wait
+            self._scheduler.budget_sent(text, nodes)
+            self._asked[text] = name
 
     def _budget(self, text: VllmText, drafter: str) -> int:
-        """Most tokens that a drafter may draft for a text; 0: it does not draft now."""
-        sequence = text.job.sequence
-        sequence.drafter = drafter
-        most = MAX_NODES if self._always else self._scheduler.budget(sequence)
-        nodes = max(0, min(self._settings.tokens, sequence.text.room - 1, most))
+        """Maximum number of tokens that a drafter may draft for a text; 0: none now."""
+        text.drafted_by = drafter
+        most = MAX_NODES if self._always else self._scheduler.budget(text)
+        nodes = max(0, min(self._settings.tokens, text.text.room - 1, most))
         if not nodes:
-            self._scheduler.budget_sent(sequence, 0)
+            self._scheduler.budget_sent(text, 0)
         return nodes
 
-    def _times(self, job: Decode, name: str) -> tuple[float, float]:
+    def _times(self, text: VllmText, name: str) -> tuple[float, float]:
         """How long a service may draft, and how long it is waited for: a fifth of a step more than
         it usually takes. A tree that comes later tells how long that is. Unit: seconds."""
         if (timeout := self._settings.own.timeout) is not None:
             return timeout, timeout
         step = self._step_seconds or _UNKNOWN_STEP
-        at = job.sequence_at_drafter
+        at = text.at_drafter
         usual = 0.0 if at is None else at.link.latency.get(name, 0.0)
         return _MAX_WAIT * step, min(usual + _LATE_SHARE * step, _MAX_WAIT * step)
 
     def _rests_now(self, text: VllmText) -> bool:
         """Whether its service is not asked for it: it was late, it is reading the prompt, or it
         would have to read it for a text that may end soon."""
-        at, sequence = text.job.sequence_at_drafter, text.job.sequence
+        at = text.at_drafter
         if at is None:
-            return sequence.text.output_length < _READ_SHARE * sequence.text.prompt_length
+            return text.text.output_length < _READ_SHARE * text.text.prompt_length
         return max(self._rests.get(at.link, (0, 0))[1], text.rests_until) > self._step
 
     def _wait(self, drafting: Drafting) -> None:
         """Wait for the trees, each until its time is over."""
         # The first tree of a text may wait for its prompt to be read: then the text rests alone.
         asked = {
-            job: at.link
-            for job in drafting.waiting
-            if (at := job.sequence_at_drafter) is not None and at.round > 1
+            text: at.link
+            for text in drafting.waiting
+            if (at := text.at_drafter) is not None and at.round > 1
         }
         while drafting.waiting:
             self._lock.look(max(0.0, min(drafting.waiting.values()) - perf_counter()))
             drafting.expire(perf_counter())
         drafting.ready.clear()
-        late = {link for job, link in asked.items() if job.no_draft is NoDraft.LATE}
+        late = {link for text, link in asked.items() if text.no_draft is NoDraft.LATE}
         for link in set(asked.values()):
             if link not in late:
                 self._rests.pop(link, None)
@@ -283,30 +280,27 @@ class PacelineProposer:
     def _choose(self, text: VllmText, *, slow: bool) -> None:
         """Take the chain that promises more: the service's, or the one that was looked up. A text
         that was waited for a ``slow`` answer without any token rests."""
-        job = text.job
-        if text.asked and job.draft is None and slow:
+        if text.asked_service and text.draft is None and slow:
             text.rest = min(_MAX_REST, max(_FIRST_REST, 2 * text.rest))
             text.rests_until = self._step + text.rest
             # Rests bound what late answers cost. An account that paid for the first ones, which
             # come before it is known how long the service takes, would end its drafts for long.
-            self._scheduler.forget(job.sequence, self._asked.pop(job.sequence))
+            self._scheduler.forget(text.text, self._asked.pop(text))
             self._disturbed = True
-        elif text.asked:
+        elif text.asked_service:
             text.rest = 0
-        if text.found and sum(text.found.survivals) > sum(job.tree.survivals):
-            job.set_draft(Draft(text.found, LOOKUP))
-            job.sequence.drafter = LOOKUP.name
-        elif name := self._asked.get(job.sequence):
-            job.sequence.drafter = name
+        if text.found and sum(text.found.survivals) > sum(text.tree.survivals):
+            text.set_draft(Draft(text.found, LOOKUP))
+            text.drafted_by = LOOKUP.name
+        elif name := self._asked.get(text):
+            text.drafted_by = name
 
     def _admit(self, texts: list[VllmText]) -> dict[VllmText, TokenTree]:
         """The first tokens of each chain, as many as are worth their time."""
         if not texts:
             return {}
-        jobs = [text.job for text in texts]
-        trees = [job.tree for job in jobs]
-        attended = sum(len(text) for text in texts)
-        admitted = self._scheduler.admit(jobs, trees, len(jobs), attended, 0)
+        trees = [text.tree for text in texts]
+        admitted = self._scheduler.admit(texts, trees, len(texts), sum(map(len, texts)), 0)
         return dict(zip(texts, trees if self._always else admitted, strict=True))
 
     def _trace(self, tracer: Tracer, text: VllmText) -> None:
@@ -315,21 +309,21 @@ class PacelineProposer:
             Span.GENERATION, attributes={Attribute.REQUEST_MODEL: self._settings.model.name}
         )
         traceparent = traceparent_of(text.span)
-        if (parent := remote_context(traceparent)) is not None and text.span.is_recording():
-            text.job.spans = RoundSpans(tracer, traceparent, parent, _TRACED_ROUNDS)
+        if text.span.is_recording():
+            text.trace = TracedRounds(traceparent, *_TRACED_ROUNDS)
 
     def _tidy(self, drafting: Drafting) -> None:
         """Close what has ended while vLLM runs no step."""
         for text in self._texts.take_ended(perf_counter()):
-            drafting.close(text.job)
+            drafting.close(text)
             if text.span is not None:
                 text.span.end()
-            self._scheduler.forget(text.job.sequence)
+            self._scheduler.forget(text.text)
         for link in self._rests.keys() - set(drafting.links):
             del self._rests[link]
         drafting.flush(self._step)
 
-    def _read_tree(self, message: tree_pb2.TokenTree, job: Decode) -> TokenTree:
+    def _read_tree(self, message: tree_pb2.TokenTree, text: DraftedText) -> TokenTree:
         """Read and check a tree; its likeliest path is the chain. Raises ``ServiceError``."""
-        tree = read_tree(message, self._settings.model, job.sequence.text)
+        tree = read_tree(message, self._settings.model, text.text)
         return replace(tree, confidences=tree.acceptance_probabilities).best_chain()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,10 +12,7 @@ from numpy.typing import NDArray
 from paceline.sources.ngram import NgramOptions, NgramSource, Owner
 from paceline.text import Text
 from paceline.tree import EMPTY, TokenTree
-from paceline.verifier.engine.job import CachedSequence, Decode, Request
-
-if TYPE_CHECKING:
-    from paceline.verifier.kv.base import SequenceKv
+from paceline.verifier.engine.drafted import DraftedText
 
 # A text that no batch has had for so long has ended. One that vLLM preempts comes back.
 ABSENT_SECONDS = 2.0
@@ -24,7 +20,6 @@ ABSENT_SECONDS = 2.0
 # Tokens of a prompt that are indexed for look-up in one step, which takes 2 to 3 ms.
 _WARM_TOKENS = 2048
 
-_NO_KV = cast("SequenceKv", None)  # vLLM has the KV
 
 # Chains that hold for a few tokens; matches of one token seldom do, and cost time in each step.
 _OPTIONS = NgramOptions(
@@ -32,47 +27,34 @@ _OPTIONS = NgramOptions(
 )
 
 
-@dataclass(eq=False)
-class VllmText:
-    """One request of vLLM."""
+class VllmText(DraftedText):
+    """One request of vLLM; greedy to drafters, for vLLM names no parameters."""
 
-    # The request as exchange and scheduler know it; greedy, for vLLM names no parameters.
-    job: Decode
-    lookup: NgramSource | None  # looks its tokens up; None: no look-up
-    row: int  # its row in the newest batch
-    # When a batch had it last (time.perf_counter).
-    seen_at: float = field(default_factory=perf_counter)
-    found: TokenTree = EMPTY  # the chain that was looked up for the next step
-    asked: bool = False
-    rest: int = 0
-    rests_until: int = 0
-    span: Any = None  # its span; None if it is not traced
-
-    @classmethod
-    def begin(
-        cls, row: int, tokens: NDArray[Any], output: int, limit: int, owner: Owner | None
-    ) -> VllmText:
-        """A text whose last ``output`` tokens are generated, of at most ``limit`` in all; with an
-        ``owner`` it is looked up."""
-        ids: list[int] = tokens.tolist()
-        prompt_length = len(ids) - output
-        text = Text(ids[:prompt_length], ids[prompt_length:], limit=limit)
-        lookup = None if owner is None else NgramSource(_OPTIONS, text.tokens, owner)
-        return cls(Decode(CachedSequence(Request(text), _NO_KV), drafter=""), lookup, row)
+    def __init__(self, text: Text, row: int, owner: Owner | None) -> None:
+        """Begin in a row of the batch; with an ``owner`` it is looked up."""
+        super().__init__(text, drafter="")
+        self.lookup = None if owner is None else NgramSource(_OPTIONS, text.tokens, owner)
+        self.row = row  # in the newest batch
+        self.seen_at = perf_counter()  # when a batch had it last
+        self.found = EMPTY  # the chain that was looked up for the next step
+        self.asked_service = False  # whether a service was asked for the next step
+        self.rest = 0  # steps of its newest rest, in which no service is asked
+        self.rests_until = 0  # the step that ends it
+        self.span: Any = None  # None if it is not traced
 
     def __len__(self) -> int:
-        return len(self.job.sequence.tokens)
+        return len(self.text)
 
     def continues(self, tokens: NDArray[Any], new: int) -> bool:
         """Whether a row is this text with ``new`` tokens more."""
-        known = self.job.sequence.tokens
+        known = self.text.tokens
         return len(known) == len(tokens) - new and np.array_equal(tokens[: len(known)], known)
 
     def extend(self, row: int, tokens: NDArray[Any], new: int) -> list[int]:
         """Take over the last ``new`` tokens of its row; returns them."""
         added: list[int] = tokens[len(tokens) - new :].tolist()
         self.row, self.seen_at = row, perf_counter()
-        self.job.sequence.tokens.extend(added)
+        self.text.tokens.extend(added)
         if self.lookup is not None:
             self.lookup.learn(added)
         return added
@@ -135,7 +117,9 @@ class Texts:
                 texts[found[row]] = found[row].extend(row, tokens, len(new))
             elif new:
                 known = False
-                text = VllmText.begin(row, tokens, len(new), self._limit, self._owner)
+                ids: list[int] = tokens.tolist()
+                begun = Text(ids[: -len(new)], ids[-len(new) :], limit=self._limit)
+                text = VllmText(begun, row, self._owner)
                 self._texts.append(text)
                 texts[text] = list(new)
         return texts, known

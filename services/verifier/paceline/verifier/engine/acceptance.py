@@ -37,15 +37,14 @@ from paceline.kernels import (
 from paceline.sources.recycle import WIDTH
 from paceline.tree import EMPTY, TokenTree
 from paceline.verifier.engine.batch import BatchEntry
+from paceline.verifier.engine.drafted import FinishReason, StepOutput
 from paceline.verifier.engine.job import (
     CachedSequence,
     ConstraintFailed,
     Decode,
     EngineJob,
-    FinishReason,
     Prefill,
     StepFailed,
-    StepOutput,
 )
 from paceline.verifier.grammar import GrammarError, is_allowed, masked
 from paceline.verifier.kv.base import HiddenStates, host_bytes
@@ -55,6 +54,8 @@ if TYPE_CHECKING:
     from paceline.verifier.engine.local import LocalGuesses
 
 _log = logging.getLogger(__name__)
+
+_NO_ROWS = slice(0, 0)
 
 
 class MaskLate(Exception):
@@ -176,27 +177,27 @@ def walk(
     Raises:
         MaskLate: ``choose`` raised it for the first token. A later one is left to the next step.
     """
-    node = -1
-    output = StepOutput(tokens=[])
-    while True:
+    tokens: list[int] = []
+    accepted: list[int] = []
+    finish: FinishReason | None = None
+    node: int | None = -1
+    while node is not None and finish is None:
         try:
             token = choose(node)
         except MaskLate:
-            if not output.tokens:
+            if not tokens:
                 raise
-            del output.accepted[len(output.tokens) - 1 :]  # its KV is computed by the next step
-            return output
-        output.tokens.append(token)
-        child = tree.child(node, token)
-        if child is not None:
-            output.accepted.append(child)
+            del accepted[-1]  # its KV is computed by the next step
+            break
+        tokens.append(token)
+        node = tree.child(node, token)
+        if node is not None:
+            accepted.append(node)
         if token in stop_ids:
-            output.finish = FinishReason.STOP
-        elif len(output.tokens) == limit:
-            output.finish = FinishReason.LENGTH
-        if child is None or output.finish is not None:
-            return output
-        node = child
+            finish = FinishReason.STOP
+        elif len(tokens) == limit:
+            finish = FinishReason.LENGTH
+    return StepOutput(tokens, accepted, finish, checked=len(tree))
 
 
 @dataclass(frozen=True)
@@ -274,7 +275,7 @@ def _emit(entry: BatchEntry, read: _Read, states: HiddenStates) -> StepOutput | 
             if not ready:
                 raise MaskLate
             output = walk(entry.tree, sampler, sequence.text.stop_ids, sequence.text.room)
-            output.logprobs, output.top_logprobs = sampler.logprobs, sampler.top_logprobs
+            output = replace(output, logprobs=sampler.logprobs, top_logprobs=sampler.top_logprobs)
             sequence.commit(output, states, entry.rows.start, moved=read.tokens is not None)
         except MaskLate:
             if read.tokens is None:  # keep the anchor's row alone: a tree changes no token
@@ -292,10 +293,6 @@ def _emit(entry: BatchEntry, read: _Read, states: HiddenStates) -> StepOutput | 
     last = 1 + output.accepted[-1] if output.accepted else 0
     for observer in tuple(sequence.observers):
         observer.accepted(last)
-    output.committed = sequence.committed
-    output.checked, output.sources = len(entry.tree), entry.tree.sources
-    if isinstance(job, Decode):
-        output.accepted = [job.nodes[node] for node in output.accepted]
     return output
 
 
@@ -317,49 +314,54 @@ def _read(
     """
     rows = _Rows()
     chosen = [rows.add(entry) for entry in entries]
-    needed: list[slice] = []
-    for entry, part in zip(entries, chosen, strict=True):
-        reads = part is None or entry.job.sequence.request.top_logprobs is not None
-        needed += [entry.logits if reads else slice(0, 0), entry.scored]
-    wanted = [row for each in needed for row in range(each.start, each.stop)]
-    copied = (
-        logits[send(torch.tensor(wanted, dtype=torch.int64), logits.device)] if wanted else None
-    )
-    tokens = rows.choose(logits) if rows.params else None
-    recycled = [
-        entry.logits if part is not None and _recycling(entry) is not None else slice(0, 0)
+    # Rows of each entry whose logits the host reads, and those whose likeliest tokens it does.
+    needed = [
+        entry.logits
+        if part is None or entry.job.sequence.request.top_logprobs is not None
+        else _NO_ROWS
         for entry, part in zip(entries, chosen, strict=True)
     ]
-    selected = _select(recycled, logits)
+    recycled = [
+        entry.logits if part is not None and _recycling(entry) is not None else _NO_ROWS
+        for entry, part in zip(entries, chosen, strict=True)
+    ]
+    needed += [entry.scored for entry in entries]
+    copied = _select(needed, logits)
+    tokens = rows.choose(logits) if rows.params else None
+    likely = _select(recycled, logits)
+    best = () if likely is None else best_candidates(likely.float(), WIDTH)
     _keep(entries, chosen, tokens, states)
     meanwhile()
-    found = receive([e for e in (*selected, tokens, copied) if e is not None], logits.device)
-    if copied is None:
-        parts = [torch.empty(0, logits.shape[1])] * len(needed)
-    else:
-        parts = list(found.pop().split([each.stop - each.start for each in needed]))
-    numbers: list[int] = [] if tokens is None else found.pop().tolist()
-    counts = [each.stop - each.start for each in recycled]
-    best = list(zip(*(each.split(counts) for each in found), strict=True))
+    on_host = receive([each for each in (tokens, copied, *best) if each is not None], logits.device)
+    numbers = [] if tokens is None else on_host.pop(0).tolist()
+    none = torch.empty(0, logits.shape[1])
+    parts = _split(none if copied is None else on_host.pop(0), needed)
+    candidates = list(zip(*(_split(each, recycled) for each in on_host), strict=True))
     return [
         _Read(
-            parts[2 * index],
-            parts[2 * index + 1],
+            parts[index],
+            parts[len(entries) + index],
             None if part is None else numbers[part],
-            best[index] if counts[index] else None,
+            candidates[index] if recycled[index] is not _NO_ROWS else None,
         )
         for index, part in enumerate(chosen)
     ]
 
 
-def _select(parts: Sequence[slice], logits: Tensor) -> tuple[Tensor, ...]:
-    """Ids and log-probabilities of the likeliest tokens of some rows; empty: there are no rows."""
+def _select(parts: Sequence[slice], logits: Tensor) -> Tensor | None:
+    """The logits of some rows, on their device; None if there are no rows."""
     rows = [row for part in parts for row in range(part.start, part.stop)]
     if not rows:
-        return ()
-    if len(rows) < len(logits):
-        logits = logits[send(torch.tensor(rows, dtype=torch.int64), logits.device)]
-    return best_candidates(logits.float(), WIDTH)
+        return None
+    if rows == list(range(len(logits))):
+        return logits
+    return logits[send(torch.tensor(rows, dtype=torch.int64), logits.device)]
+
+
+def _split(rows: Tensor, parts: Sequence[slice]) -> Sequence[Tensor]:
+    """The rows of each part of those that were selected."""
+    split: Sequence[Tensor] = rows.split([part.stop - part.start for part in parts])
+    return split
 
 
 def _keep(

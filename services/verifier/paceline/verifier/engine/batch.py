@@ -22,11 +22,7 @@ from paceline.kernels import (
 )
 from paceline.kv.selection import ScoreObserver
 from paceline.tree import EMPTY, TokenTree
-from paceline.verifier.engine.job import (
-    Decode,
-    EngineJob,
-    Prefill,
-)
+from paceline.verifier.engine.job import Decode, EngineJob, Prefill
 from paceline.verifier.kv.base import SequenceKv
 
 # Rows of a step in which prompts and rounds share, so that rounds do not wait for long.

@@ -19,15 +19,17 @@ from google.protobuf.message import DecodeError
 from paceline.service import ServiceError, limits
 from paceline.service.exchange import FramedSocket, PeerGone, Waiter
 from paceline.service.messages import MessageTooLarge, parse
+from paceline.telemetry.tracing import child_traceparent
 from paceline.tree import TokenTree
 from paceline.v1 import drafter_pb2, exchange_pb2, tree_pb2
-from paceline.verifier.engine.job import (
+from paceline.verifier.engine.drafted import (
     LOCAL,
-    Decode,
     Draft,
+    DraftCall,
+    DraftedText,
     DrafterVersion,
     NoDraft,
-    StepOutput,
+    StepReport,
     microseconds,
 )
 
@@ -67,7 +69,7 @@ _WHY = {  # reasons of an unused drafter, in words. Other steps without a tree n
 }
 
 # Reads and checks a drafted tree for a job; raises ServiceError.
-ReadTree = Callable[[tree_pb2.TokenTree, Decode], TokenTree]
+ReadTree = Callable[[tree_pb2.TokenTree, DraftedText], TokenTree]
 
 
 @dataclass(eq=False)
@@ -163,7 +165,7 @@ class SequenceAtDrafter:
 
     link: Link  # the service
     number: int  # its number there
-    job: Decode  # the generation
+    job: DraftedText  # the generation
     name: str  # name of the drafter
     sent: int  # tokens of the text that were sent
     asked_at: float  # when its tree, or the sequence, was requested (time.perf_counter)
@@ -174,6 +176,7 @@ class SequenceAtDrafter:
     round: int = 0  # number of the newest round
     pending: bool = False  # whether its tree has not come
     budget: int = 0  # nodes that were requested at most
+    traceparent: str = ""  # of the span of its newest round; empty if that is not traced
 
 
 @dataclass(slots=True)
@@ -216,8 +219,10 @@ class Drafting:
         ends the connection of its service, not only its sequence."""
         self.links: list[Link] = []  # the services, in the order of joining
         # Jobs that wait for a tree, with the time at which they stop waiting (time.perf_counter).
-        self.waiting: dict[Decode, float] = {}
-        self.ready: list[Decode] = []  # jobs whose wait is over; the engine queues and clears them
+        self.waiting: dict[DraftedText, float] = {}
+        self.ready: list[
+            DraftedText
+        ] = []  # jobs whose wait is over; the engine queues and clears them
         # Use of drafters, by NAME or NAME@VERSION as texts name them.
         self.uses: dict[str, DrafterUse] = {}
         self._waiter = waiter
@@ -261,7 +266,7 @@ class Drafting:
                 link.close(sequence.number)
                 self._drop(sequence, "drafter_unavailable", "the drafter was unloaded")
 
-    def name_of(self, job: Decode) -> str | None:
+    def name_of(self, job: DraftedText) -> str | None:
         """Name of the drafter that a generation uses; None if it has none."""
         if job.drafter is None or job.drafter == LOCAL.name:
             return None
@@ -283,7 +288,7 @@ class Drafting:
             if (name := link.drafters.default_drafter)
         ]
 
-    def ask(self, job: Decode, nodes: int, now: float) -> bool:
+    def ask(self, job: DraftedText, nodes: int, now: float) -> bool:
         """Request a tree of at most so many nodes for the next step of a generation, which waits
         then. It is sent by :meth:`flush`.
 
@@ -293,7 +298,7 @@ class Drafting:
         Returns whether it was requested. If not, the job's ``no_draft`` says why.
         """
         job.no_draft = NoDraft.NOT_READY
-        sequence = job.sequence_at_drafter or self._open(job, now)
+        sequence = job.at_drafter or self._open(job, now)
         if sequence is None:
             return False
         if sequence.pending or (sequence.opened is None and not job.always_draft):
@@ -301,38 +306,41 @@ class Drafting:
                 sequence.link.close(sequence.number)
                 self._drop(sequence, "drafter_hung", f"no answer came in {HUNG_SECONDS:g} s")
             return False
-        text = job.sequence.tokens
+        text = job.text
         limits = (nodes, job.max_nodes, sequence.opened.max_nodes if sequence.opened else 0)
         sequence.budget = min(limit for limit in limits if limit)
         sequence.round += 1
         sequence.pending, sequence.asked_at = True, now
+        sequence.traceparent = ""
+        if job.trace is not None and job.trace.traced:
+            sequence.traceparent = child_traceparent(job.trace.traceparent)
         timeout = self._timeout(sequence)
         self._use(job.drafter or sequence.name).asked += 1
         sequence.link.message.rounds.add(
             sequence=sequence.number,
             round=sequence.round,
-            new_tokens=text[sequence.sent :],
+            new_tokens=text.tokens[sequence.sent :],
             node_budget=sequence.budget,
-            max_depth=job.sequence.text.room - 1,  # the last token of a step is the target's own
+            max_depth=text.room - 1,  # the last token of a step is the target's own
             timeout_us=round(timeout * 1e6),
-            committed_length=job.sequence.committed,
+            committed_length=job.committed,
             total_length=len(text),
-            traceparent="" if job.spans is None else job.spans.begin_draft(job.round_began),
+            traceparent=sequence.traceparent,
         )
         sequence.sent = len(text)
         self.waiting[job] = now + timeout
         return True
 
-    def note(self, job: Decode, output: StepOutput) -> None:
+    def note(self, job: DraftedText, report: StepReport) -> None:
         """Count a step for the drafter that its text names, or has by default. What drafts in
         hardly any step is logged, once for each reason."""
         name = job.drafter or self.name_of(job)
         if not name or name == LOCAL.name:
             return
-        why = output.no_draft if output.draft is None else None
-        if output.drafter == LOCAL or why not in (None, *_WHY):
+        why = report.no_draft
+        if report.drafter == LOCAL or why not in (None, *_WHY):
             return  # nothing more was to be had
-        sequence = job.sequence_at_drafter
+        sequence = job.at_drafter
         if why is NoDraft.NOT_READY and sequence and sequence.pending and sequence.opened:
             why = NoDraft.LATE  # it owes a tree of an earlier step
         use = self._use(name)
@@ -358,7 +366,7 @@ class Drafting:
     def arrivals(self) -> list[float]:
         """When the trees that jobs wait for are there at the latest, if their drafters take little
         longer than usual (time.perf_counter)."""
-        asked = [job.sequence_at_drafter for job in self.waiting]
+        asked = [job.at_drafter for job in self.waiting]
         return [
             each.asked_at + _USUAL * each.link.latency[each.name]
             for each in asked
@@ -437,20 +445,19 @@ class Drafting:
         """End the waits that are over."""
         late = [job for job, until in self.waiting.items() if until <= now]
         for job in late:
-            sequence = job.sequence_at_drafter
-            if sequence is not None and sequence.opened is not None:
+            sequence = job.at_drafter
+            assert sequence is not None, "a text waits for what it is open at"
+            if sequence.opened is not None:
                 job.no_draft = NoDraft.LATE
                 seconds = now - sequence.asked_at
                 sequence.link.failures += 1
                 job.fallbacks.append(("drafter_timeout", f"no tree came in {seconds:.3f} s"))
-            self._resume(job)
+            self._resume(sequence)
 
-    def close(self, job: Decode) -> None:
+    def close(self, job: DraftedText) -> None:
         """A job is done."""
         self.waiting.pop(job, None)
-        if job.spans is not None:
-            job.spans.close()
-        sequence, job.sequence_at_drafter = job.sequence_at_drafter, None
+        sequence, job.at_drafter = job.at_drafter, None
         if sequence is not None:
             sequence.link.forget(sequence.number)
             sequence.link.close(sequence.number)
@@ -471,7 +478,7 @@ class Drafting:
             if link.socket is not None and link.socket.unsent:
                 self._waiter.watch_writable(link.socket.fileno(), writable=True)
 
-    def _open(self, job: Decode, now: float) -> SequenceAtDrafter | None:
+    def _open(self, job: DraftedText, now: float) -> SequenceAtDrafter | None:
         """Open a generation at a service that has its drafter; None if it cannot be opened now."""
         if now < job.retry_at:
             return None
@@ -483,19 +490,19 @@ class Drafting:
             return None
         link = min(offering, key=_preference)
         link.last += 1
-        text = job.sequence
-        sequence = SequenceAtDrafter(link, link.last, job, name, len(text.tokens), now)
-        link.sequences[link.last] = job.sequence_at_drafter = sequence
+        text = job.text
+        sequence = SequenceAtDrafter(link, link.last, job, name, len(text), now)
+        link.sequences[link.last] = job.at_drafter = sequence
         link.message.open.add(
             sequence=sequence.number,
             drafter=name,
             version=version,
             tokens=text.tokens,
-            prompt_length=text.text.prompt_length,
-            sampling=text.text.message,
-            read_grant=text.read_grant,
-            owner="" if job.isolated else text.text.owner,
-            traceparent="" if job.spans is None else job.spans.traceparent,
+            prompt_length=text.prompt_length,
+            sampling=text.message,
+            read_grant=job.read_grant,
+            owner="" if job.isolated else text.owner,
+            traceparent="" if job.trace is None else job.trace.traceparent,
         )
         return sequence
 
@@ -573,7 +580,7 @@ class Drafting:
                 )
             )
         job.no_draft = NoDraft.EMPTY
-        self._resume(job)
+        self._resume(sequence)
 
     def _drop(
         self, sequence: SequenceAtDrafter, reason: str, why: str, *, wrong: bool = False
@@ -592,15 +599,25 @@ class Drafting:
     def _forget(self, sequence: SequenceAtDrafter) -> None:
         """Forget a sequence that is closed; its generation goes on."""
         sequence.link.forget(sequence.number)
-        sequence.job.sequence_at_drafter = None
+        sequence.job.at_drafter = None
         if sequence.job in self.waiting:
-            self._resume(sequence.job)
+            self._resume(sequence)
 
-    def _resume(self, job: Decode) -> None:
+    def _resume(self, sequence: SequenceAtDrafter) -> None:
         """End the wait of a job."""
+        job = sequence.job
         del self.waiting[job]
-        if job.spans is not None:
-            job.spans.end_draft(job)
+        if sequence.traceparent:
+            transport = "" if sequence.opened is None else sequence.opened.kv_transport or "none"
+            job.call = DraftCall(
+                sequence.traceparent,
+                sequence.asked_at,
+                perf_counter(),
+                sequence.name,
+                sequence.link.carrier,
+                transport,
+                job.no_draft if job.draft is None else None,
+            )
         self.ready.append(job)
 
     def _fail(self, link: Link, error: ServiceError) -> None:

@@ -21,17 +21,15 @@ from paceline.service.watchdog import Watchdog
 from paceline.tree import EMPTY, MAX_NODES, TokenTree
 from paceline.verifier.engine.acceptance import accept_batch
 from paceline.verifier.engine.batch import Batch, prompt_room
+from paceline.verifier.engine.drafted import NoDraft, StepOutput, StepTimes
 from paceline.verifier.engine.drafting import Drafting, ReadTree
 from paceline.verifier.engine.job import (
     CachedSequence,
     Decode,
     EngineJob,
-    NoDraft,
     Prefill,
     SequenceClosed,
     StepFailed,
-    StepOutput,
-    microseconds,
 )
 from paceline.verifier.engine.local import LocalGuesses, LocalSources, use_guess
 from paceline.verifier.engine.masks import MaskThread
@@ -264,8 +262,8 @@ class Engine:
             self._watchdog.end()
         ended = perf_counter()
         self._step_seconds = ended - began
-        self._learn(batch, outputs, began, ended)
-        self._answer(batch.jobs, len(batch), outputs, began, ended)
+        plain_us = self._learn(batch, outputs, began, ended)
+        self._answer(batch.jobs, outputs, StepTimes(began, ended, len(batch), plain_us))
         if self.on_step is not None:
             self.on_step(ended - began, len(batch), self._decided)
 
@@ -344,53 +342,47 @@ class Engine:
                 _log.warning("a step failed for one sequence alone: %s", own)
                 self._queue.fail(entry.job, StepFailed(f"the model could not be run: {own}"))
             else:
-                self._answer(alone.jobs, len(alone), outputs, began, perf_counter())
+                self._answer(alone.jobs, outputs, StepTimes(began, perf_counter(), len(alone)))
         self._check_device()
 
     def _answer(
-        self,
-        jobs: Sequence[EngineJob],
-        batch_tokens: int,
-        outputs: Sequence[StepOutput | None],
-        began: float,
-        ended: float,
+        self, jobs: Sequence[EngineJob], outputs: Sequence[StepOutput | None], step: StepTimes
     ) -> None:
-        """Complete the outputs of a step with so many tokens, and hand them to their jobs."""
+        """Hand the outputs of a step to its jobs."""
         self._began = False
         for job, output in zip(jobs, outputs, strict=True):
             if job.retry is not None:
                 self._late.add(job)
-                self._masks.add(job, partial(self._retry, job, batch_tokens))
-                continue
-            if job.error is not None:
+                self._masks.add(job, partial(self._retry, job, step.tokens))
+            elif job.error is not None:
                 self._queue.updated.append(job)
-                continue
-            budget = self._budget(job) if isinstance(job, Decode) else None
-            if output is not None:
-                output.queue_us = microseconds(began - job.ready_at)
-                output.step_us = microseconds(ended - began)
-                output.batch_tokens = batch_tokens
-                output.node_budget = budget or 0
-            job.add_output(output, began, ended)
-            if isinstance(job, Decode) and output is not None:
-                self._drafting.note(job, output)
-            if isinstance(job, Decode) and job.credits and not job.done:
-                self._unsent.setdefault(job, job.notified_at + _MESSAGE_GAP)
-            else:
-                self._queue.updated.append(job)
-            if isinstance(job, Decode):
-                if not job.done:
-                    if output is not None:
-                        self._teach(job, output.tokens)
-                    self._plan(job, budget)
-            elif not job.done:
-                self._queue.add(job)
-            else:
-                self._began = True
-                if self._reuses:
-                    self.prefixes.add(job.sequence)
+            elif isinstance(job, Prefill):
+                self._answer_prefill(job, output, step)
+            elif isinstance(job, Decode) and output is not None:
+                self._answer_decode(job, output, step)
         if any(job.error is not None for job in jobs):
             self._check_device()
+
+    def _answer_prefill(self, job: Prefill, output: StepOutput | None, step: StepTimes) -> None:
+        job.add(output, step)
+        self._queue.updated.append(job)
+        if not job.done:
+            self._queue.add(job)
+            return
+        self._began = True
+        if self._reuses:
+            self.prefixes.add(job.sequence)
+
+    def _answer_decode(self, job: Decode, output: StepOutput, step: StepTimes) -> None:
+        budget = self._budget(job)
+        self._drafting.note(job, job.add(output, step, budget or 0))
+        if job.credits and not job.done:
+            self._unsent.setdefault(job, job.notified_at + _MESSAGE_GAP)
+        else:
+            self._queue.updated.append(job)
+        if not job.done:
+            self._teach(job, output.tokens)
+            self._plan(job, budget)
 
     def _retry(self, job: EngineJob, batch_tokens: int, error: Exception | None) -> None:
         """Choose the tokens of a job's last step, whose mask was late, or had an error."""
@@ -402,7 +394,8 @@ class Engine:
             self._queue.fail(job, error)
             return
         began = perf_counter()
-        self._answer([job], batch_tokens, [retry()], began, perf_counter())
+        outputs = [retry()]
+        self._answer([job], outputs, StepTimes(began, perf_counter(), batch_tokens))
 
     def _budget(self, job: Decode) -> int | None:
         """Maximum number of nodes to draft for the next step.
@@ -412,10 +405,8 @@ class Engine:
         name = self._drafting.name_of(job)
         if name is None:
             return None
-        job.sequence.drafter = name
-        return (
-            self._node_budget if self._scheduler is None else self._scheduler.budget(job.sequence)
-        )
+        job.drafted_by = name
+        return self._node_budget if self._scheduler is None else self._scheduler.budget(job)
 
     def _plan(self, job: Decode, budget: int | None) -> None:
         """Request the next tree of a generation, or queue its next step, if it has credits."""
@@ -431,14 +422,14 @@ class Engine:
             job.no_draft = NoDraft.NO_DRAFTER if job.local is None else NoDraft.EMPTY
         elif not nodes:
             job.no_draft = NoDraft.NODE_BUDGET
-        elif job.sequence.text.room <= 1:
+        elif job.text.room <= 1:
             job.no_draft = NoDraft.LAST_TOKEN
         elif not job.always_draft and not job.drafter_adds(job.guess):
             nodes = 0
         else:
             asked = self._drafting.ask(job, nodes, now)
         if self._scheduler is not None and (asked or not nodes):
-            self._scheduler.budget_sent(job.sequence, nodes)
+            self._scheduler.budget_sent(job, nodes)
         if not asked:
             use_guess(job)
             self._queue.add(job)
@@ -453,9 +444,9 @@ class Engine:
                 return
             least = self._scheduler.least_survival()
         nodes = min(self._node_budget, job.max_nodes or self._node_budget)
-        depth = job.sequence.text.room - 1
+        depth = job.text.room - 1
         tree = self._with_sources(job, lambda local: local.propose(nodes, depth, least)) or EMPTY
-        job.guess = tree.best_chain() if job.sequence.text.sampling.rejection else tree
+        job.guess = tree.best_chain() if job.text.sampling.rejection else tree
 
     def _teach(self, job: Decode, tokens: Sequence[int]) -> None:
         """Give the local sources of a generation the tokens of a step."""
@@ -479,6 +470,7 @@ class Engine:
         drafting.expire(perf_counter())
         ready, drafting.ready = drafting.ready, []
         for job in ready:
+            assert isinstance(job, Decode), "no other texts are drafted for here"
             job.ready_at = perf_counter()
             use_guess(job)
             self._queue.add(job)
@@ -519,19 +511,21 @@ class Engine:
 
     def _learn(
         self, batch: Batch, outputs: Sequence[StepOutput | None], began: float, ended: float
-    ) -> None:
-        """Report a step to the scheduler."""
+    ) -> int:
+        """Report a step to the scheduler. Returns the time of a plain step under the same load; 0
+        if it was not measured. Unit: microseconds."""
         if self._scheduler is None:
-            return
+            return 0
         try:
             decodes = [
                 output
                 for entry, output in zip(batch.entries, outputs, strict=True)
                 if isinstance(entry.job, Decode)
             ]
-            self._scheduler.stepped(began, ended, decodes)
+            return self._scheduler.stepped(began, ended, decodes)
         except Exception:  # the step's answers must go out
             self._drop_scheduler()
+            return 0
 
     def _drop_scheduler(self) -> None:
         _log.exception("the scheduler failed; all nodes are verified from now on")
@@ -563,7 +557,7 @@ class Engine:
         else:
             sequence.kv.close()
         if self._scheduler is not None:
-            self._scheduler.forget(sequence)
+            self._scheduler.forget(sequence.text)
         closed = SequenceClosed("the cache was released")
         self._queue.fail_all(lambda job: job.sequence is sequence, closed)
         for job in (self._decodes.get(sequence), *self._late):

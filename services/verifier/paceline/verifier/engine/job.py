@@ -1,37 +1,33 @@
-"""Sequences, jobs that the event loop queues for them, and what a step emits."""
+"""Sequences, and jobs that the event loop queues for them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+import math
+from collections import deque
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from time import perf_counter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from paceline.kernels import History
 from paceline.text import Text
-from paceline.tree import EMPTY, TokenTree
-from paceline.tree import merge as merge_trees
+from paceline.verifier.engine.drafted import (
+    DraftedText,
+    FinishReason,
+    StepOutput,
+    StepReport,
+    StepTimes,
+    microseconds,
+)
 from paceline.verifier.kv.base import HiddenStates, SequenceKv, Taps
 
 if TYPE_CHECKING:
     from paceline.kv.selection import ScoreObserver
-    from paceline.verifier.engine.drafting import SequenceAtDrafter
-    from paceline.verifier.engine.local import LocalGuesses
-    from paceline.verifier.grammar import Grammar
-    from paceline.verifier.telemetry import OpenSpans, RoundSpans
-
-NONE = "none"  # the drafter of a generation that wants none
-
-_MEMORY = 0.9  # weight of the earlier trees in the mean of a drafter's expected accepted tokens
-
-# Largest confidence that is used. Calibration raises survivals to a power, which keeps 1 at 1.
-_MAX_CONFIDENCE = 0.98
+    from paceline.verifier.grammar import Grammar, Guide
 
 
 class StepFailed(Exception):
@@ -44,149 +40,6 @@ class ConstraintFailed(StepFailed):
 
 class SequenceClosed(Exception):
     """The sequence was released while a job of it waited."""
-
-
-class FinishReason(Enum):
-    """Why a generation ended."""
-
-    STOP = "stop"  # an end-of-sequence or stop token was emitted
-    LENGTH = "length"  # as many tokens as the request allows were emitted, or the context is full
-
-
-class NoDraft(Enum):
-    """Why a step has no drafted tree; see ``paceline.v1.NoDraftReason``."""
-
-    NO_DRAFTER = "no_drafter"
-    NODE_BUDGET = "node_budget"
-    NOT_READY = "not_ready"
-    LATE = "late"
-    EMPTY = "empty"
-    LAST_TOKEN = "last_token"
-
-
-class DrafterVersion(NamedTuple):
-    """A version of a drafter, as its service announced it."""
-
-    name: str
-    version: str
-    method: str
-
-    def __str__(self) -> str:
-        """NAME@VERSION."""
-        return f"{self.name}@{self.version}"
-
-
-# What drafts where the verifier's own sources do, without a drafter service.
-LOCAL = DrafterVersion("local", "1", "local")
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """A tree as it was drafted."""
-
-    tree: TokenTree  # at least one node
-    drafter: DrafterVersion
-    seconds: float = 0.0  # from its request until it came. Unit: seconds.
-    draft_us: int = 0  # time to draft. Unit: microseconds.
-    queue_us: int = 0  # wait at the drafter. Unit: microseconds.
-    # KV and hidden states that the drafter received over gRPC for it. Unit: bytes.
-    kv_bytes: int = 0
-
-
-@dataclass(slots=True)
-class StepOutput:
-    """What one engine step emitted for one sequence.
-
-    Acceptance makes it, the engine adds the times of the step, and the service writes it to the
-    client.
-    """
-
-    tokens: list[int]  # emitted tokens, at least one
-    # Indices of the accepted nodes in the drafted tree, from the anchor down. One fewer than
-    # `tokens`, unless the last token ended the generation and was drafted too.
-    accepted: list[int] = field(default_factory=list)
-    finish: FinishReason | None = None  # why the generation ended; None if it has not ended
-    # Raw log-probability of each token; empty unless the request has logprobs.
-    logprobs: list[float] = field(default_factory=list)
-    # Likeliest (token, log-probability) pairs at each position; empty unless the request has
-    # top_logprobs.
-    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
-    position: int = 0  # output tokens before these
-    committed: int = 0  # committed length after the step. Unit: tokens.
-    checked: int = 0  # drafted nodes that the step verified
-    sources: tuple[str, ...] = ()  # sources of these nodes, as in `TokenTree`; empty: the drafter's
-    batch_tokens: int = 0  # tokens in the step, of all sequences
-    queue_us: int = 0  # wait for the step. Unit: microseconds.
-    step_us: int = 0  # time of the step, acceptance included. Unit: microseconds.
-    # Time of a plain step under the same load; 0: not measured. Unit: microseconds.
-    plain_us: int = 0
-    node_budget: int = 0  # maximum number of nodes to draft next
-    draft: Draft | None = None  # the drafted tree; None if there was none
-    no_draft: NoDraft | None = None  # why there was none; None after a prefill and with a tree
-    # The drafter at which the generation is open; None if it is open at none.
-    drafter: DrafterVersion | None = None
-    # Failures of drafting since the step before: reason and message.
-    fallbacks: list[tuple[str, str]] = field(default_factory=list)
-    round_began: float = 0.0  # when the step before ended (time.perf_counter)
-    began: float = 0.0  # when this one began
-    ended: float = 0.0  # when it ended
-    spans: OpenSpans | None = None  # spans of its round that were begun; None if there are none
-    traced: bool = False  # whether its round is among those that are traced
-    steps: int = 1  # number of steps that are merged in it
-
-
-class Share(NamedTuple):
-    """What one source added to the tree of a step."""
-
-    source: str  # name of a local source; empty: the drafter service
-    drafted: int  # nodes of the tree that it was the first to propose
-    checked: int  # how many of them the step verified
-    accepted: int  # how many of these were accepted
-
-
-def shares(output: StepOutput) -> list[Share]:
-    """What each source added to the tree of a step; empty: there was no tree."""
-    if output.draft is None:
-        return []
-    tree = output.draft.tree
-    if not tree.sources:
-        return [Share("", len(tree), output.checked, len(output.accepted))]
-    checked, accepted = Counter(output.sources), Counter(tree.sources[n] for n in output.accepted)
-    drafted = Counter(tree.sources).items()
-    return [Share(name, count, checked[name], accepted[name]) for name, count in drafted]
-
-
-def mergeable(first: StepOutput, second: StepOutput) -> bool:
-    """Whether two consecutive outputs may be one message: plain, at one drafter, for one reason."""
-    plain = first.draft is None and second.draft is None and first.no_draft is second.no_draft
-    alike = first.drafter == second.drafter and (first.plain_us > 0) == (second.plain_us > 0)
-    return plain and alike and first.spans is None and second.spans is None
-
-
-def merge(outputs: Sequence[StepOutput]) -> StepOutput:
-    """Consecutive outputs that are :func:`mergeable`, at least one, as a single output.
-
-    Tokens are joined and times are added up; committed length, finish reason, node budget and batch
-    tokens are those of the last step.
-    """
-    first, last = outputs[0], outputs[-1]
-    if len(outputs) == 1:
-        return last
-    return replace(
-        last,
-        tokens=[token for each in outputs for token in each.tokens],
-        logprobs=[logprob for each in outputs for logprob in each.logprobs],
-        top_logprobs=[top for each in outputs for top in each.top_logprobs],
-        position=first.position,
-        queue_us=sum(each.queue_us for each in outputs),
-        step_us=sum(each.step_us for each in outputs),
-        plain_us=sum(each.plain_us for each in outputs),
-        fallbacks=[fallback for each in outputs for fallback in each.fallbacks],
-        round_began=first.round_began,
-        began=first.began,
-        traced=any(each.traced for each in outputs),
-        steps=len(outputs),
-    )
 
 
 @dataclass(eq=False)
@@ -210,13 +63,6 @@ class EngineJob:
     # Called once on the event loop when it is done, after its waiter has run.
     on_done: Callable[[], None] | None = None
     _updated: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def add_output(self, output: StepOutput | None, began: float, ended: float) -> None:
-        """Add the output of a step from ``began`` to ``ended`` (time.perf_counter).
-
-        Called on the engine thread. ``output`` is None in the middle of a prefill.
-        """
-        raise NotImplementedError
 
     def fail(self, error: Exception) -> None:
         """End with an error. Called on the engine thread."""
@@ -273,137 +119,53 @@ class Prefill(EngineJob):
         self.sequence.kv.copy_prefix(parent.kv, shared, parent.committed)
         self.sequence.committed = self.reused = shared
 
-    def add_output(self, output: StepOutput | None, began: float, ended: float) -> None:
-        """Add a step; the last one has the first token."""
+    def add(self, output: StepOutput | None, step: StepTimes) -> None:
+        """Add a step; the last one has the first token, those before it None."""
         if not self.ended:
-            self.queue_us = microseconds(began - self.ready_at)
-        self.step_us += microseconds(ended - began)
-        self.ended = ended
+            self.queue_us = microseconds(step.began - self.ready_at)
+        self.step_us += microseconds(step.ended - step.began)
+        self.ended = step.ended
         self.output = output
         self.done = output is not None
 
 
-@dataclass(eq=False)
-class Decode(EngineJob):
+class Decode(EngineJob, DraftedText):
     """The steps of one generation, for as long as a Generate stream lasts.
 
     Between two steps it waits for a step (``queued``), for a tree, or for credits. Only the engine
-    thread uses its attributes, but for ``outputs``: it appends on the right, and the event loop
-    takes from the left.
+    thread uses it, but for ``reports``: it appends on the right, and the event loop takes from the
+    left.
     """
 
-    # NAME or NAME@VERSION; empty: the verifier's default; `local`: its own guesses alone; None: no
-    # drafter.
-    drafter: str | None = None
-    always_draft: bool = False  # draft before every step, whatever the scheduler says
-    max_nodes: int = 0  # maximum number of drafted nodes; 0: no limit of its own
-    # Time after which a step goes on without its tree; None: by the drafter's mean time. Unit:
-    # seconds.
-    timeout: float | None = None
-    isolated: bool = False  # whether the drafter uses no other texts for it, nor it for others
-    credits: int = 0  # steps that may still be run
-    spans: RoundSpans | None = None  # spans of the next round; None if it is not traced
-    # One for each step that the event loop has not taken.
-    outputs: deque[StepOutput] = field(default_factory=deque)
-    draft: Draft | None = None  # the tree that was drafted for the next step; None if there is none
-    # Its nodes to verify, likeliest first, without nodes too deep to be emitted.
-    tree: TokenTree = EMPTY
-    nodes: tuple[int, ...] = ()  # index in the drafted tree of each node of `tree`
-    local: LocalGuesses | None = None  # the verifier's own guesses; None if it makes none
-    # Its local tree for the next step, which a drafter's tree is merged with.
-    guess: TokenTree = EMPTY
-    # Mean expected accepted length of the drafter's recent trees; 0 if there was none.
-    expected: float = 0.0
-    no_draft: NoDraft = NoDraft.NO_DRAFTER  # why there is no tree
-    # Its sequence at a drafter service; None if it is open at none.
-    sequence_at_drafter: SequenceAtDrafter | None = None
-    # When it may be opened at a drafter again after a failure (time.perf_counter).
-    retry_at: float = 0.0
-    failures: int = 0  # failures of drafting since the last tree
-    # Fallbacks that were not reported: reason and message.
-    fallbacks: list[tuple[str, str]] = field(default_factory=list)
-    # When the step before ended (time.perf_counter).
-    round_began: float = field(default_factory=perf_counter)
-    # When the event loop was notified of steps (time.perf_counter).
-    notified_at: float = float("-inf")
-
-    def set_draft(self, draft: Draft) -> None:
-        """Take the tree for the next step, without nodes that the grammar refuses."""
-        self.draft = draft
-        self.tree, self.nodes = rank(draft.tree, self.sequence.text.room - 1)
-        if (guide := self.sequence.guide) is not None:
-            with guide.turn() as ready:
-                accepted = guide.accepted_nodes(self.tree) if ready else []
-            if len(accepted) < len(self.tree):
-                self.tree = self.tree.subtree(accepted)
-                self.nodes = tuple(self.nodes[node] for node in accepted)
+    def __init__(self, sequence: CachedSequence, *, credits: int = 0, **drafting: Any) -> None:
+        """Begin with some credits; ``drafting`` are arguments of :class:`DraftedText`."""
+        EngineJob.__init__(self, sequence)
+        DraftedText.__init__(self, sequence.text, **drafting)
+        self.credits = credits  # steps that may still be run
+        self.reports: deque[StepReport] = deque()  # those that the event loop has not taken
+        self.notified_at = -math.inf  # when the event loop was notified of steps
 
     @property
-    def asked(self) -> bool:
-        """Whether a drafter service made the tree of the next step, or a part of it."""
-        return self.draft is not None and self.draft.drafter != LOCAL
+    def guide(self) -> Guide | None:
+        return self.sequence.guide
 
-    def drafter_adds(self, local: TokenTree) -> bool:
-        """Whether a drafter's tree is expected to be accepted further than a ``local`` one."""
-        return not self.expected or sum(local.survivals) < self.expected
+    @property
+    def read_grant(self) -> bytes:
+        return self.sequence.read_grant
 
-    def merge_guess(self, tree: TokenTree, nodes: int) -> TokenTree:
-        """A drafter's tree, and the local one, as one tree of at most so many nodes."""
-        if not len(tree):
-            return tree
-        memory = _MEMORY if self.expected else 0.0
-        self.expected = memory * self.expected + (1 - memory) * sum(tree.survivals)
-        if tree.proposals or not len(self.guess):
-            return tree
-        return merge_trees(self.guess, tree, nodes=nodes, depth=self.sequence.text.room - 1)
+    @property
+    def committed(self) -> int:
+        return self.sequence.committed
 
-    def add_output(self, output: StepOutput | None, began: float, ended: float) -> None:
-        """Add the output of a step, and forget its tree."""
-        assert output is not None, "every step of a generation emits"
-        draft, fallbacks = self.draft, self.fallbacks
-        output.draft = draft
-        output.no_draft = None if draft is not None else self.no_draft
-        if draft is not None:
-            output.drafter = draft.drafter
-        elif self.sequence_at_drafter is not None:
-            output.drafter = self.sequence_at_drafter.drafter
-        elif self.local is not None and self.no_draft is NoDraft.EMPTY:
-            output.drafter = LOCAL
-        output.fallbacks = fallbacks
-        output.began, output.ended, output.round_began = began, ended, self.round_began
-        if self.spans is not None:
-            output.spans, output.traced = self.spans.take()
-        self.draft, self.tree, self.nodes, self.fallbacks = None, EMPTY, (), []
-        self.guess = EMPTY
+    def add(self, output: StepOutput, step: StepTimes, node_budget: int) -> StepReport:
+        """Add a step, after which ``node_budget`` nodes may be drafted; returns its report."""
+        queue_us = microseconds(step.began - self.ready_at)
+        report = self.report(output, step, queue_us=queue_us, node_budget=node_budget)
         self.credits -= 1
-        self.ready_at = self.round_began = ended
-        self.outputs.append(output)
+        self.ready_at = step.ended
+        self.reports.append(report)
         self.done = output.finish is not None or self.cancelled
-
-
-def microseconds(seconds: float) -> int:
-    """Whole microseconds, never negative."""
-    return max(0, round(seconds * 1e6))
-
-
-def rank(tree: TokenTree, max_depth: int) -> tuple[TokenTree, tuple[int, ...]]:
-    """Sort a tree by survival, without nodes below ``max_depth``. Returns it with a confidence for
-    each node, and the index in ``tree`` of each node."""
-    if not len(tree):
-        return tree, ()
-    confidences = tree.acceptance_probabilities
-    if not tree.confidences or max(confidences) > _MAX_CONFIDENCE:
-        confidences = tuple(min(each, _MAX_CONFIDENCE) for each in confidences)
-        tree = TokenTree(tree.tokens, tree.parents, confidences, tree.proposals, tree.sources)
-    if tree.is_chain:  # survival falls along it
-        tree = tree.first(max_depth)
-        return tree, tuple(range(len(tree)))
-    order = sorted(range(len(tree)), key=tree.survivals.__getitem__, reverse=True)  # stable
-    if tree.depth > max_depth:
-        order = [node for node in order if tree.depths[node] <= max_depth]
-    if order == list(range(len(tree))):
-        return tree, tuple(order)
-    return tree.subtree(order), tuple(order)
+        return report
 
 
 @dataclass(frozen=True)
@@ -444,8 +206,6 @@ class CachedSequence:
         self._committed = 0
         # Why the generation ended; None if it has not ended.
         self.finish: FinishReason | None = None
-        # Name of the drafter that drafts for it; None: none did yet.
-        self.drafter: str | None = None
         self.read_grant = b""  # capability that only lets its holder read committed KV
         # Log-probabilities of the emitted tokens, if the request wants them.
         self.logprobs: list[float] = []
@@ -529,7 +289,6 @@ class CachedSequence:
         if anchor >= self.committed:  # not after a prefill, which committed the whole text
             path = [row, *(row + each for each in rows)]
             self.record(anchor, states, slice(row, row + len(path)) if in_order else path)
-        output.position = self.text.output_length
         self.tokens.extend(output.tokens)
         self.logprobs += output.logprobs
         self.top_logprobs += output.top_logprobs

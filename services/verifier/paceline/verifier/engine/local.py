@@ -19,7 +19,7 @@ from paceline.sources.ngram import NgramOptions, NgramOwners, NgramSource
 from paceline.sources.ratio import worth_drafting
 from paceline.sources.recycle import Rank, RecycleOptions, RecycleOwners, RecycleSource
 from paceline.tree import EMPTY, TokenTree, merge
-from paceline.verifier.engine.job import LOCAL, Decode, Draft
+from paceline.verifier.engine.drafted import LOCAL, Draft, DraftedText
 from paceline.verifier.grammar import Guide
 
 # Tokens of a text that enter its index in one step, which takes about half a millisecond.
@@ -41,22 +41,20 @@ class LocalSources:
         self._recycled = RecycleOwners(RecycleOptions()) if "recycle" in names else None
         self._places = GrammarOwners() if "grammar" in names else None
 
-    def begin(self, job: Decode) -> LocalGuesses | None:
+    def begin(self, job: DraftedText) -> LocalGuesses | None:
         """Return the guesses for a generation from its newest token on; None if it uses none."""
         if job.drafter is None:
             return None
-        sequence = job.sequence
-        sampling, tokens = sequence.text.sampling, sequence.tokens
-        owner = "" if job.isolated else sequence.text.owner
+        text, guide = job.text, job.guide
+        owner = "" if job.isolated else text.owner
         guesses = LocalGuesses()
         if self._texts is not None:
-            guesses.text = self._texts.start(tokens, owner)
+            guesses.text = self._texts.start(text.tokens, owner)
         if self._recycled is not None:
-            guesses.recycled = self._recycled.start(tokens, owner, _by_noise(sampling))
-        if self._places is not None and sequence.guide is not None:
-            stop_ids = sequence.text.stop_ids
-            guesses.grammar = self._places.start(sequence.guide, owner, stop_ids)
-            guesses.guide = sequence.guide
+            rank = _by_noise(text.sampling)
+            guesses.recycled = self._recycled.start(text.tokens, owner, rank)
+        if self._places is not None and guide is not None:
+            guesses.grammar, guesses.guide = self._places.start(guide, owner, text.stop_ids), guide
         sources = guesses.text, guesses.recycled, guesses.grammar
         return guesses if any(each is not None for each in sources) else None
 
@@ -123,7 +121,7 @@ class LocalGuesses:
             self.text.close()
 
 
-def use_guess(job: Decode) -> None:
+def use_guess(job: DraftedText) -> None:
     """Verify the local tree of a generation that has no other."""
     if job.draft is None and len(job.guess):
         job.set_draft(Draft(job.guess, LOCAL))

@@ -15,14 +15,8 @@ from paceline.service.tasks import in_thread
 from paceline.text import Text
 from paceline.tree import MAX_NODES, TokenTree, TreeError
 from paceline.v1 import sampling_pb2, tree_pb2, verifier_pb2
-from paceline.verifier.engine.job import (
-    ConstraintFailed,
-    Request,
-    SequenceClosed,
-    Share,
-    StepFailed,
-    StepOutput,
-)
+from paceline.verifier.engine.drafted import Share, StepOutput
+from paceline.verifier.engine.job import ConstraintFailed, Request, SequenceClosed, StepFailed
 from paceline.verifier.grammar import Grammar, GrammarError, Grammars, GrammarsBusy, Kind
 from paceline.verifier.kv.base import OutOfMemory, Taps
 from paceline.verifier.store import CacheNotFound, StoreFull
@@ -184,14 +178,17 @@ def read_tree(message: tree_pb2.TokenTree, model: Model, text: Text) -> TokenTre
     return tree
 
 
-def write_result(output: StepOutput) -> verifier_pb2.RoundResult:
-    """The message of an output."""
+def write_result(
+    output: StepOutput, committed: int, accepted: Sequence[int] = ()
+) -> verifier_pb2.RoundResult:
+    """The message of an output after which so many tokens are committed. ``accepted`` are the
+    accepted nodes of the drafted tree."""
     result = verifier_pb2.RoundResult(
         tokens=output.tokens,
-        accepted_nodes=output.accepted,
+        accepted_nodes=accepted,
         logprobs=output.logprobs,
         finish_reason=output.finish and f"FINISH_REASON_{output.finish.name}",
-        committed_length=output.committed,
+        committed_length=committed,
     )
     result.top_logprobs.extend(map(write_top, output.top_logprobs))
     return result

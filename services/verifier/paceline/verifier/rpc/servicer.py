@@ -9,18 +9,18 @@ import grpc
 
 from paceline.service import Gate, ServiceError, limits, owner_of, user_of
 from paceline.v1 import verifier_pb2, verifier_pb2_grpc
-from paceline.verifier.engine.engine import Engine
-from paceline.verifier.engine.job import (
+from paceline.verifier.engine.drafted import (
     LOCAL,
     NONE,
-    Decode,
-    Prefill,
     StepOutput,
+    StepReport,
     merge,
     mergeable,
     microseconds,
     shares,
 )
+from paceline.verifier.engine.engine import Engine
+from paceline.verifier.engine.job import Decode, Prefill
 from paceline.verifier.kv.base import OutOfMemory
 from paceline.verifier.model import ModelInfo
 from paceline.verifier.rpc.exchange import DraftExchangeServicer
@@ -101,7 +101,7 @@ class GenerateCall:
             timeout=start.draft_timeout_ms / 1e3 or None,
             isolated=start.isolated,
             credits=min(first.credits, _MAX_CREDITS),
-            spans=self._telemetry.round_spans(start.traceparent),
+            trace=self._telemetry.traced_rounds(start.traceparent),
         )
         cache.job = job
         self._engine.decode(job)
@@ -136,46 +136,46 @@ class GenerateCall:
         while not done:
             await job.updated()
             done = job.done  # read before the outputs: none is added after it
-            outputs: list[StepOutput] = []
-            while job.outputs:
-                merged = [job.outputs.popleft()]
-                while job.outputs and mergeable(merged[-1], job.outputs[0]):
-                    merged.append(job.outputs.popleft())
-                outputs.append(merge(merged))
-            if not outputs:
+            reports: list[StepReport] = []
+            while job.reports:
+                merged = [job.reports.popleft()]
+                while job.reports and mergeable(merged[-1], job.reports[0]):
+                    merged.append(job.reports.popleft())
+                reports.append(merge(merged))
+            if not reports:
                 continue
             try:
-                await write(context, _message(*map(self._round, outputs)))
+                await write(context, _message(*map(self._round, reports)))
             finally:  # a client that has the last token cancels the stream meanwhile
-                for output in outputs:
-                    self._telemetry.answered(self._cache, output, job.spans)
+                for report in reports:
+                    self._telemetry.answered(self._cache, report, job.trace)
 
-    def _round(self, output: StepOutput) -> verifier_pb2.Round:
+    def _round(self, report: StepReport) -> verifier_pb2.Round:
         response = verifier_pb2.Round(
-            position=output.position,
-            result=write_result(output),
-            steps=output.steps,
-            checked_nodes=output.checked,
-            no_draft=output.no_draft and f"NO_DRAFT_REASON_{output.no_draft.name}",
-            round_us=microseconds(output.ended - output.round_began),
-            verify_us=output.step_us,
-            queue_us=output.queue_us,
-            plain_us=output.plain_us,
-            node_budget=output.node_budget,
-            batch_tokens=output.batch_tokens,
+            position=report.position,
+            result=write_result(report.output, report.committed, report.accepted),
+            steps=report.steps,
+            checked_nodes=report.output.checked,
+            no_draft=report.no_draft and f"NO_DRAFT_REASON_{report.no_draft.name}",
+            round_us=microseconds(report.ended - report.round_began),
+            verify_us=report.step_us,
+            queue_us=report.queue_us,
+            plain_us=report.plain_us,
+            node_budget=report.node_budget,
+            batch_tokens=report.batch_tokens,
             epoch=self._cache.epoch,
-            fallbacks=[reason for reason, _ in output.fallbacks],
+            fallbacks=[reason for reason, _ in report.fallbacks],
         )
-        if output.fallbacks:
-            response.fallback_message = output.fallbacks[-1][1]
-        if output.drafter is not None:
-            response.drafter = str(output.drafter)
-        draft = output.draft
+        if report.fallbacks:
+            response.fallback_message = report.fallbacks[-1][1]
+        if report.drafter is not None:
+            response.drafter = str(report.drafter)
+        draft = report.draft
         if draft is not None:
             response.tree.tokens.extend(draft.tree.tokens)
             response.tree.parents.extend(draft.tree.parents)
             if draft.tree.sources:
-                response.sources.extend(write_share(each) for each in shares(output))
+                response.sources.extend(write_share(each) for each in shares(report))
             response.draft_us = draft.draft_us
             response.queue_us += draft.queue_us
             response.kv_bytes = draft.kv_bytes
@@ -191,11 +191,8 @@ class GenerateCall:
             finish=sequence.finish,
             logprobs=sequence.logprobs[skipped:],
             top_logprobs=sequence.top_logprobs[skipped:],
-            position=position,
-            committed=sequence.committed,
-            steps=0,
         )
-        return self._round(output)
+        return self._round(StepReport(output, position, sequence.committed, steps=0))
 
 
 def _message(*rounds: verifier_pb2.Round) -> verifier_pb2.GenerateResponse:
@@ -333,7 +330,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         created = verifier_pb2.CacheCreated(
             handle=cache.handle,
             read_grant=cache.read_grant,
-            first=write_result(prefill.output),
+            first=write_result(prefill.output, cache.sequence.committed),
             reused_tokens=prefill.reused,
             epoch=cache.epoch,
             lease_ms=round(self._unused_seconds * 1000),

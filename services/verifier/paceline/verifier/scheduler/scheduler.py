@@ -29,7 +29,8 @@ from paceline.verifier.scheduler.controller import Drafters, PlainClock, Sequenc
 from paceline.verifier.scheduler.costs import WEIGHT, Costs, CostTable, flat_table, profile
 
 if TYPE_CHECKING:
-    from paceline.verifier.engine.job import CachedSequence, Decode, StepOutput
+    from paceline.text import Text
+    from paceline.verifier.engine.drafted import DraftedText, StepOutput
 
 _MAX_IDLE = 5.0  # seconds; a longer wait was not for trees
 
@@ -55,7 +56,7 @@ _TOO_SLOW = 0.75  # learnt scale of a table below which it was measured beside o
 class _Plan:
     """The step that runs."""
 
-    jobs: Sequence[Decode]  # its generations
+    jobs: Sequence[DraftedText]  # its generations
     expected: Sequence[float]  # for each generation, the sum of its admitted nodes' survivals
     nodes: Sequence[int]  # for each generation, the number of its admitted nodes
     plain_seconds: float  # predicted time of a plain step of all generations. Unit: seconds.
@@ -95,9 +96,9 @@ class Scheduler:
         self._max_nodes = max_nodes
         self._clock = PlainClock()
         self._drafters = Drafters()
-        self._states: dict[CachedSequence, dict[str | None, SequenceState]] = {}  # by drafter
+        self._states: dict[Text, dict[str | None, SequenceState]] = {}  # by drafter
         self._plan: _Plan | None = None
-        self._before: Sequence[Decode] = ()
+        self._before: Sequence[DraftedText] = ()
         self._plain_steps = 0  # of the same generations, one after the other
         self._idle = 0.0
         self._context = 1.0  # KV tokens that a batch token attended to lately
@@ -111,7 +112,7 @@ class Scheduler:
 
     def admit(
         self,
-        jobs: Sequence[Decode],
+        jobs: Sequence[DraftedText],
         trees: Sequence[TokenTree],
         tokens: int,
         attended: int,
@@ -127,7 +128,7 @@ class Scheduler:
             away: Generations that wait for a tree meanwhile.
         """
         began = self._now()
-        states = [self._state(job.sequence) for job in jobs]
+        states = [self._state(job) for job in jobs]
         context = self._context = attended / tokens
         self._load = len(jobs) + away
         plain_seconds = self.costs.plain_seconds(self._load, tokens + away, context)
@@ -140,14 +141,14 @@ class Scheduler:
             self._idle += WEIGHT * (min(began - self._ended, _MAX_IDLE) - self._idle)
             times = self.costs.seconds(len(jobs), tokens, context, drafted)
             causal = any(
-                len(tree) and job.sequence.text.sampling.rejection
+                len(tree) and job.text.sampling.rejection
                 for job, tree in zip(jobs, trees, strict=True)
             )
             counts = admit(
                 survivals, len(jobs), [self._idle + each for each in times], causal=causal
             )
             for job, tree, state, count in zip(jobs, trees, states, counts, strict=True):
-                if len(tree) and job.asked and not job.sequence.text.sampling.rejection:
+                if len(tree) and job.asked and not job.text.sampling.rejection:
                     state.own.admitted(len(tree), count)
         if self._lockstep:
             plain = not any(counts)
@@ -209,9 +210,9 @@ class Scheduler:
         began: float,
         ended: float,
         outputs: Sequence[StepOutput | None] = (),
-        waited: Mapping[CachedSequence, str] | None = None,
-    ) -> None:
-        """A step ran without an error.
+        waited: Mapping[DraftedText, str] | None = None,
+    ) -> int:
+        """Learn from a step that ran without an error.
 
         Args:
             began: When it began (time.perf_counter).
@@ -219,58 +220,88 @@ class Scheduler:
             outputs: Of its generations, in the order of :meth:`admit`; None: the job failed. None
                 at all: the step ran other generations, or prompts beside them that were not known
                 before, and nothing is learnt from it.
-            waited: Sequences whose trees all of the step waited for before it began, with the
+            waited: Texts whose trees all of the step waited for before it began, with the
                 names of their drafters, which pay for that; for engines where a tree that is late
                 stops the others too.
+
+        Returns:
+            The time of a plain step under the same load; 0: not measured. Unit: microseconds.
         """
         plan, self._plan, self._least = self._plan, None, None
         passed, self._ended = ended - self._ended, ended
-        plain = plan is not None and plan.plain and not waited
         if plan is None or not outputs:  # in plain decoding, each sequence gets a token in it
             self._before = ()
             self._clock.now += 1.0
-            return
+            return 0
+        plain = plan.plain and not waited
+        self._learn_costs(plan, ended - began, passed, plain=plain)
+        here = [self._state(job) for job in plan.jobs]
+        self._pass_time(plan, here, passed, ended - began, waited or {}, plain=plain)
+        for job, state, expected, nodes, output in zip(
+            plan.jobs, here, plan.expected, plan.nodes, outputs, strict=True
+        ):
+            if output is not None:
+                self._credit(job, state, expected, nodes, output)
+        return round(1e6 * self._clock.measured(self._load, plan.plain_seconds))
+
+    def _learn_costs(self, plan: _Plan, seconds: float, passed: float, *, plain: bool) -> None:
+        """Correct the times of steps by one that took ``seconds`` and ended ``passed`` seconds
+        after the step before."""
         if plan.prompts and self.measured:
             predicted = self.costs.plain_seconds(len(plan.jobs), plan.tokens, plan.context)
-            ratio = (ended - began) / self._clock.seconds(self._load, predicted)
+            ratio = seconds / self._clock.seconds(self._load, predicted)
             self._prompts += _PROMPT_WEIGHT * (min(max(ratio, 0.7), 1.5) - self._prompts)
         elif not plan.prompts:
-            self.costs.observe(len(plan.jobs), plan.tokens, plan.context, ended - began)
+            self.costs.observe(len(plan.jobs), plan.tokens, plan.context, seconds)
             same = plain and plan.jobs == self._before
             self._plain_steps = self._plain_steps + 1 if same else 0
             if self._plain_steps > _SETTLING // len(plan.jobs):
                 self._clock.observe(self._load, passed, plan.plain_seconds)
         self._before = plan.jobs
+
+    def _pass_time(
+        self,
+        plan: _Plan,
+        here: Sequence[SequenceState],
+        passed: float,
+        seconds: float,
+        waited: Mapping[DraftedText, str],
+        *,
+        plain: bool,
+    ) -> None:
+        """Let the plain clock go on by a step, and charge those who draft with the time that the
+        others lose: for trees that all waited for, and for longer steps."""
         if not plain:
             self._clock.drafted(self._load)
         before = self._clock.now
-        self._clock.advance(self._load, passed - (ended - began), plan.plain_seconds)
-        here = [self._state(job.sequence) for job in plan.jobs]
-        payers = [(self._state(each, name), 1) for each, name in (waited or {}).items()]
-        if payers:
+        self._clock.advance(self._load, passed - seconds, plan.plain_seconds)
+        if waited:
+            payers = [(self._state(job, name), 1) for job, name in waited.items()]
             _share(self._clock.now - before, here, payers)
         before = self._clock.now
-        self._clock.advance(self._load, ended - began, plan.plain_seconds)
+        self._clock.advance(self._load, seconds, plan.plain_seconds)
         if not plain:
             self._charge(plan, here, self._clock.now - before)
-        plain_us = round(1e6 * self._clock.measured(self._load, plan.plain_seconds))
-        for job, expected, nodes, output in zip(
-            plan.jobs, plan.expected, plan.nodes, outputs, strict=True
-        ):
-            if output is None:
-                continue
-            output.plain_us = plain_us
-            state = self._state(job.sequence)
-            if nodes and job.asked and not job.sequence.text.sampling.rejection:
-                state.own.accepted(expected, len(output.accepted))
-            # A drafter is credited with what the local tree alone would not have brought.
-            emitted = len(output.tokens)
-            if job.asked:
-                emitted -= accepted_tokens(job.guess, output.tokens)
-            state.answered(self._clock.now, emitted, tree=job.asked and len(job.tree) > 0)
-            for other in self._states[job.sequence].values():
-                if other is not state:
-                    other.passed_over(self._clock.now, emitted)
+
+    def _credit(
+        self,
+        job: DraftedText,
+        state: SequenceState,
+        expected: float,
+        nodes: int,
+        output: StepOutput,
+    ) -> None:
+        """Credit the drafter of a text with the tokens of a step that verified so many nodes, whose
+        survivals sum to ``expected``."""
+        if nodes and job.asked and not job.text.sampling.rejection:
+            state.own.accepted(expected, len(output.accepted))
+        emitted = len(output.tokens)
+        if job.asked:  # not with what the local tree alone would have brought
+            emitted -= accepted_tokens(job.guess, output.tokens)
+        state.answered(self._clock.now, emitted, tree=job.asked and len(job.tree) > 0)
+        for other in self._states[job.text].values():
+            if other is not state:
+                other.passed_over(self._clock.now, emitted)
 
     @property
     def measured(self) -> bool:
@@ -285,22 +316,22 @@ class Scheduler:
             self._least = least_survival(load, [self._idle + each for each in times])
         return self._least
 
-    def budget(self, sequence: CachedSequence) -> int:
-        """Maximum number of nodes to draft next for a sequence; 0: decode plainly for now."""
-        state = self._state(sequence)
+    def budget(self, job: DraftedText) -> int:
+        """Maximum number of nodes to draft next for a text; 0: decode plainly for now."""
+        state = self._state(job)
         if not (self._clock.known(self._load) and state.drafts):
             return 0
         return max(1, min(self._max_nodes, round(state.own.nodes)))
 
-    def budget_sent(self, sequence: CachedSequence, budget: int) -> None:
+    def budget_sent(self, job: DraftedText, budget: int) -> None:
         """The next tree was requested with this budget; 0: the next step is plain."""
-        self._state(sequence).requested(self._clock.now, budget)
+        self._state(job).requested(self._clock.now, budget)
 
-    def forget(self, sequence: CachedSequence, drafter: str | None = None) -> None:
-        """A sequence was released; or only what it learnt of a drafter is dropped."""
+    def forget(self, text: Text, drafter: str | None = None) -> None:
+        """A text has ended; or only what it learnt of a drafter is dropped."""
         if drafter is None:
-            self._states.pop(sequence, None)
-        elif (named := self._states.get(sequence)) is not None:
+            self._states.pop(text, None)
+        elif (named := self._states.get(text)) is not None:
             named.pop(drafter, None)
 
     def to_json(self) -> dict[str, Any]:
@@ -337,9 +368,9 @@ class Scheduler:
             payers = [(state, 1) for state in states if state.drafting]
         _share(max(0.0, passed - 1.0), here, payers)
 
-    def _state(self, sequence: CachedSequence, drafter: str | None = None) -> SequenceState:
-        """The state of a sequence with a drafter, by default with the one that it has now."""
-        named, name = self._states.setdefault(sequence, {}), drafter or sequence.drafter
+    def _state(self, job: DraftedText, drafter: str | None = None) -> SequenceState:
+        """The state of a text with a drafter, by default with the one that it has now."""
+        named, name = self._states.setdefault(job.text, {}), drafter or job.drafted_by
         if (state := named.get(name)) is None:
             state = SequenceState(self._drafters.of(name or ""), self._clock.now)
             named[name] = state
@@ -412,14 +443,14 @@ def least_survival(emitted: int, seconds: Sequence[float]) -> float:
     return emitted * min((each / plain - 1) / nodes for nodes, each in enumerate(others, 1))
 
 
-def _survivals(job: Decode, tree: TokenTree, state: SequenceState) -> list[float]:
+def _survivals(job: DraftedText, tree: TokenTree, state: SequenceState) -> list[float]:
     """Survivals of a tree's nodes, by which they are admitted.
 
     Those of a chain of samples are the drafter's own: they depend on no sample at the node's
     position or later, as the protocol asks of a drafter, so the admission does not either (DSpark,
     appendix A). An exponent learnt from accepted tokens would depend on samples before.
     """
-    if job.sequence.text.sampling.rejection or not job.asked:
+    if job.text.sampling.rejection or not job.asked:
         return list(tree.survivals)  # of a local tree they are learnt where it is made
     return [survival**state.own.exponent for survival in tree.survivals]
 
