@@ -313,7 +313,10 @@ def _attempts(messages: list[Message], has_tools: bool) -> Iterator[_Attempt]:
         start = _prepared(messages, [{}] * has_tools, way, forms[0])
         bare = _prepared(messages, (), way, forms[0])  # without tools, whose place is free
         for steps in _ARRANGEMENTS:
-            arranged, told, changes = start, bare, ["calls became text"] * forms[0].as_text
+            arranged, told = start, bare
+            # Beside tools in the template's own form.
+            apart = has_tools and way == "variable" and forms[0].as_text
+            changes = ["calls became text"] * apart
             for step in steps:
                 before, arranged, told = told, step(arranged), step(told)
                 changes += [_STEPS[step]] if told != before else []
