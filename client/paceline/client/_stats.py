@@ -137,11 +137,6 @@ class Usage:
         return self.prompt_tokens + self.completion_tokens
 
 
-def _sum(name: str, doc: str) -> Any:
-    """A property of `Stats`: the sum of one of its rounds."""
-    return property(lambda stats: sum(getattr(entry, name) for entry in stats.rounds), doc=doc)
-
-
 @dataclass(slots=True, repr=False)
 class Stats:
     """Statistics of all rounds; updated while the generation runs."""
@@ -167,16 +162,6 @@ class Stats:
     same_numerics: bool = True
     """Whether all verifiers that generated the text promise the same bits. If not, tokens after
     the text moved to another one may differ at numeric ties."""
-
-    steps = _sum("steps", "Number of engine steps, each with a tree or without.")
-    drafted = _sum("drafted", "Drafted nodes.")
-    checked = _sum("checked", "Drafted nodes that the verifier checked.")
-    accepted = _sum("accepted", "Accepted drafted tokens.")
-    draft_ms = _sum("draft_ms", "Compute time of the drafter.")
-    verify_ms = _sum("verify_ms", "Time of the verifier's steps.")
-    queue_ms = _sum("queue_ms", "Queueing time.")
-    transport_ms = _sum("transport_ms", "Time of rounds that is neither computing nor queueing.")
-    round_ms = _sum("round_ms", "Time of all rounds.")
 
     def __repr__(self) -> str:
         return f"<Stats: {self.explain()}>"
@@ -216,6 +201,11 @@ class Stats:
         return counts
 
     @property
+    def steps(self) -> int:
+        """Number of engine steps, each with a tree or without."""
+        return sum(entry.steps for entry in self.rounds)
+
+    @property
     def free_run_tokens(self) -> int:
         """Tokens of rounds without a tree."""
         return sum(entry.emitted for entry in self.rounds if not entry.drafted)
@@ -224,6 +214,21 @@ class Stats:
     def drafted_rounds(self) -> int:
         """Number of rounds with a tree."""
         return sum(1 for entry in self.rounds if entry.drafted)
+
+    @property
+    def drafted(self) -> int:
+        """Drafted nodes."""
+        return sum(entry.drafted for entry in self.rounds)
+
+    @property
+    def checked(self) -> int:
+        """Drafted nodes that the verifier checked."""
+        return sum(entry.checked for entry in self.rounds)
+
+    @property
+    def accepted(self) -> int:
+        """Accepted drafted tokens."""
+        return sum(entry.accepted for entry in self.rounds)
 
     @property
     def mean_accepted_length(self) -> float:
@@ -266,6 +271,31 @@ class Stats:
         ]
         steps = sum(entry.steps for entry in plain)
         return sum(entry.round_ms for entry in plain) / steps if steps >= _ENOUGH_STEPS else 0.0
+
+    @property
+    def draft_ms(self) -> float:
+        """Compute time of the drafter."""
+        return sum(entry.draft_ms for entry in self.rounds)
+
+    @property
+    def verify_ms(self) -> float:
+        """Time of the verifier's steps."""
+        return sum(entry.verify_ms for entry in self.rounds)
+
+    @property
+    def queue_ms(self) -> float:
+        """Queueing time."""
+        return sum(entry.queue_ms for entry in self.rounds)
+
+    @property
+    def transport_ms(self) -> float:
+        """Time of rounds that is neither computing nor queueing."""
+        return sum(entry.transport_ms for entry in self.rounds)
+
+    @property
+    def round_ms(self) -> float:
+        """Time of all rounds."""
+        return sum(entry.round_ms for entry in self.rounds)
 
     def explain(self) -> str:
         """Says in words who drafted how much, why rounds have no draft, and what drafting gained.
