@@ -93,7 +93,7 @@ def test_content_must_have_its_digest() -> None:
 def test_a_tokenizer_that_cannot_be_read(
     packed: bytes, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_text, "_LONGEST_TOKENIZER", 1 << 19)
+    monkeypatch.setattr(_text, "_MAX_TOKENIZER", 1 << 19)
     content = b""
     with suppress(OSError, EOFError):
         content = gzip.decompress(packed)

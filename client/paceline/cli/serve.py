@@ -82,7 +82,7 @@ _SHARED_MODULES = ("paceline.verifier.service", "paceline.drafter.service", "pac
 # Unit of all: seconds.
 _POLL_INTERVAL = 0.05
 _FIRST_DELAY = 0.5
-_LONGEST_DELAY = 30.0
+_MAX_DELAY = 30.0
 # After this uptime the back-off starts again.
 _STEADY = 60.0
 
@@ -103,7 +103,7 @@ class Restarted:
     def delay(self, uptime: float) -> float:
         """The delay after a failure with this uptime: it doubles. Unit: seconds."""
         delay = _FIRST_DELAY if uptime >= _STEADY else self._next_delay
-        self._next_delay = min(2 * delay, _LONGEST_DELAY)
+        self._next_delay = min(2 * delay, _MAX_DELAY)
         return delay
 
     def poll(self) -> None:

@@ -25,8 +25,8 @@ _REPLACEMENT = "\ufffd"
 # character has at most 3 bytes, so at most 3 tokens.
 _LONG_WINDOW, _SHORT_WINDOW = 32, 8
 
-# Longest tokenizer.json that is read. The largest known has some 35 MB. Unit: bytes.
-_LONGEST_TOKENIZER = 256 << 20
+# Maximum length of a tokenizer.json that is read. The largest known has some 35 MB. Unit: bytes.
+_MAX_TOKENIZER = 256 << 20
 
 # Longer prompts are tokenised in a thread, to keep the event loop free. Unit: characters.
 _LONG_PROMPT = 20_000
@@ -308,11 +308,11 @@ def _unpacked(packed: bytes) -> bytes:
     """Gzip-compressed content. Raises ValueError: it is not that, or too long."""
     reader = zlib.decompressobj(wbits=31)
     try:
-        content = reader.decompress(packed, _LONGEST_TOKENIZER)
+        content = reader.decompress(packed, _MAX_TOKENIZER)
     except zlib.error as error:
         raise ValueError(str(error)) from None
     if not reader.eof:
-        raise ValueError(f"it ends early, or is longer than {_LONGEST_TOKENIZER >> 20} MiB")
+        raise ValueError(f"it ends early, or is longer than {_MAX_TOKENIZER >> 20} MiB")
     return content
 
 

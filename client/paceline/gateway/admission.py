@@ -18,11 +18,11 @@ from .errors import ApiError
 
 # Bytes of each body that count for nothing, so that short requests come in beside any long ones.
 _FREE_BYTES = 64 << 10
-# Bodies of the longest kind that are in memory at once.
+# Bodies of the maximum length that are in memory at once.
 LONG_BODIES = 8
-# Longest time for the arrival of a body. Unit: seconds.
+# Maximum time for the arrival of a body. Unit: seconds.
 BODY_SECONDS = 30.0
-# Longest wait for a verifier before the first token of a text. Unit: seconds.
+# Maximum wait for a verifier before the first token of a text. Unit: seconds.
 VERIFIER_SECONDS = 30.0
 # Time after the end of a long request until its memory returns to the system. Unit: seconds.
 _TRIM_SECONDS = 1.0
@@ -91,15 +91,15 @@ class Place:
     async def read(self, request: web.Request) -> bytes:
         """The body. Raises ApiError: it is too slow, or there is no memory for it now; and
         web.HTTPException: it is too long."""
-        longest = request.client_max_size
-        if (request.content_length or 0) > longest:
-            raise web.HTTPRequestEntityTooLarge(longest)
+        max_bytes = request.client_max_size
+        if (request.content_length or 0) > max_bytes:
+            raise web.HTTPRequestEntityTooLarge(max_bytes)
         content = bytearray()
         async with self._admission.arriving(self):
             while chunk := await request.content.readany():
                 content += chunk
-                if len(content) > longest:
-                    raise web.HTTPRequestEntityTooLarge(longest)
+                if len(content) > max_bytes:
+                    raise web.HTTPRequestEntityTooLarge(max_bytes)
                 self._size = len(content)
                 self._admission.count(self, max(0, self._size - _FREE_BYTES))
         return bytes(content)

@@ -32,8 +32,8 @@ _PYTHON_OBJECT = re.compile(
 logger = logging.getLogger("paceline.gateway")
 
 
-# Longest message of an error. Unit: characters.
-_LONGEST = 2000
+# Of an error, in characters.
+_MAX_MESSAGE = 2000
 
 
 @dataclass(eq=False)
@@ -51,7 +51,7 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         # Both may repeat texts of the request.
-        message, param = self.message[:_LONGEST], self.param and self.param[:_LONGEST]
+        message, param = self.message[:_MAX_MESSAGE], self.param and self.param[:_MAX_MESSAGE]
         error = {"message": message, "type": self.kind, "param": param, "code": self.code}
         return {"error": error}
 

@@ -210,21 +210,21 @@ class JobBuilder:
                 f"have at most {MAX_PROMPTS}",
                 "n",
             )
-        longest = max(map(len, prompts))
+        max_prompt = max(map(len, prompts))
         context = model.facts.max_context
-        room = context - longest
+        room = context - max_prompt
         if room < 1:
             raise bad_request(
                 f"This model's maximum context length is {context} tokens. However, the prompt has "
-                f"{longest} tokens, which leaves no room for an answer: shorten the prompt",
+                f"{max_prompt} tokens, which leaves no room for an answer: shorten the prompt",
                 param,
                 "context_length_exceeded",
             )
         if self._options.strict and limit_param is not None and limit is not None and limit > room:
             raise bad_request(
                 f"This model's maximum context length is {context} tokens. However, there is room "
-                f"for {room} new ones after a prompt of {longest}, not for {limit}: ask for fewer, "
-                "or leave the limit out",
+                f"for {room} new ones after a prompt of {max_prompt}, not for {limit}: ask for "
+                "fewer, or leave the limit out",
                 limit_param,
                 "context_length_exceeded",
             )

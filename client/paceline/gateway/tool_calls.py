@@ -73,8 +73,8 @@ _FENCED = re.compile(r"\s*```(?:json)?\s*(.*?)\s*```\s*", re.DOTALL)
 _LETTERS = string.ascii_letters + string.digits
 _CONSTANTS = {"true": True, "false": False, "null": None}
 _WORDS = {**_CONSTANTS, "True": True, "False": False, "None": None}
-# Longest call or value in Python's form. Unit: characters.
-_LONGEST_PYTHON = 1 << 16
+# Maximum length of a call or value in Python's form. Unit: characters.
+_MAX_PYTHON = 1 << 16
 
 
 def _number(text: str) -> float:
@@ -505,7 +505,7 @@ def _literal(text: str) -> Any:
     try:
         return _DECODER.decode(text)
     except ValueError:
-        if text[:1] not in tuple("[{(") or len(text) > _LONGEST_PYTHON:
+        if text[:1] not in tuple("[{(") or len(text) > _MAX_PYTHON:
             raise
     node = _Constants().visit(ast.parse(text, mode="eval"))
     return json.loads(_as_json(ast.literal_eval(node)))
@@ -522,7 +522,7 @@ def _is_json(text: str) -> bool:
 def _in_python(text: str, use: ToolUse) -> list[tuple[str, str]]:
     """Calls of tools in Python's form, `[f(a=1), g()]`; empty if it is something else."""
     text = text.strip().rstrip(";")
-    if len(text) > _LONGEST_PYTHON or not any(name in text for name in use.names):
+    if len(text) > _MAX_PYTHON or not any(name in text for name in use.names):
         return []
     try:
         calls = []

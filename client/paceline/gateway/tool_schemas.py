@@ -49,10 +49,10 @@ def closed(schema: Schema) -> Schema:
 
 def _is_enough(schema: Schema, names: set[str]) -> bool:
     """Whether an object with these properties alone may be an instance."""
-    required, least = schema.get("required"), schema.get("minProperties", 0)
+    required, min_properties = schema.get("required"), schema.get("minProperties", 0)
     if isinstance(required, list) and not names.issuperset(map(str, required)):
         return False
-    return not isinstance(least, int | float) or least <= len(names)
+    return not isinstance(min_properties, int | float) or min_properties <= len(names)
 
 
 def _combines(schema: Schema) -> bool:

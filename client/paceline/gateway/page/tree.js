@@ -4,9 +4,9 @@ import { accepted } from "./run.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 // Sizes in pixels, and how much of a large tree is drawn.
-const ROW = 28, NODE = 20, GAP = 24, CHARACTER = 7.3, MOST_COLUMNS = 20, MOST_ROWS = 8;
-const LONGEST_LABEL = 9;
-const STEP_HEIGHT = 48, MARK_HEIGHT = 4, FEWEST_STEPS = 40;
+const ROW = 28, NODE = 20, GAP = 24, CHARACTER = 7.3, MAX_COLUMNS = 20, MAX_ROWS = 8;
+const MAX_LABEL = 9;
+const STEP_HEIGHT = 48, MARK_HEIGHT = 4, MIN_STEPS = 40;
 const ROOT = { row: 0, x: 4, width: 4 };
 
 /**
@@ -56,7 +56,7 @@ function place(tree) {
     const order = children.get(index).sort((a, b) => accepted.has(b) - accepted.has(a) || a - b);
     order.forEach((child, i) => {
       const row = i === 0 ? parent.row : rows;
-      if (depth >= MOST_COLUMNS || row >= MOST_ROWS) return;
+      if (depth >= MAX_COLUMNS || row >= MAX_ROWS) return;
       rows = Math.max(rows, row + 1);
       const name = label(tree.tokens[child]);
       const width = Math.max(NODE, name.length * CHARACTER + 12);
@@ -88,7 +88,7 @@ function drawNode({ name, parent, depth, row, x, width, accepted }) {
 function label(token) {
   const shown = token.trim() || token.replaceAll("\n", "↵").replaceAll("\t", "⇥").replaceAll(" ", "␣");
   const letters = [...shown];
-  return letters.length > LONGEST_LABEL ? letters.slice(0, LONGEST_LABEL - 1).join("") + "…" : shown;
+  return letters.length > MAX_LABEL ? letters.slice(0, MAX_LABEL - 1).join("") + "…" : shown;
 }
 
 /**
@@ -99,8 +99,8 @@ function label(token) {
  * @param {number} shown Index of the step whose bar is marked; -1: none.
  */
 export function drawSteps(svg, steps, shown) {
-  const most = Math.max(4, ...steps.map((step) => step.tokens));
-  const width = Math.max(FEWEST_STEPS, steps.length), unit = (STEP_HEIGHT - 2 * MARK_HEIGHT) / most;
+  const highest = Math.max(4, ...steps.map((step) => step.tokens));
+  const width = Math.max(MIN_STEPS, steps.length), unit = (STEP_HEIGHT - 2 * MARK_HEIGHT) / highest;
   const bar = (i, from, count, kind) =>
     make("rect", {
       class: kind, x: i + 0.1, width: 0.8, y: STEP_HEIGHT - (from + count) * unit, height: count * unit,
