@@ -167,17 +167,15 @@ def _argument(
 ) -> tuple[str, list[str]]:
     """The argument of a key, and its words on the command line. Raises ValueError: there is no such
     key, or the value is not of its type."""
-    action, negated = actions.get(key), actions.get(f"no-{key}")
-    if action is None and negated is None:
+    action = actions.get(key) or actions.get(f"no-{key}")
+    if action is None:
         raise ValueError(f"has no key {key!r}{meant(key, actions)}")
-    flag = (action or negated).option_strings[-1 if action is None else 0]  # type: ignore[union-attr]
-    if action is None or action.nargs == 0:
+    flag = action.option_strings[0]
+    if action.nargs == 0:
         if not isinstance(value, bool):
             raise ValueError(f"{key} = {value!r}: expected true or false")
-        if action is not None and value:
-            return flag, [flag]
-        off = negated if action is None else actions.get(f"no-{key}")
-        return flag, [off.option_strings[-1]] if off is not None and not value else []
+        word = key if value else f"no-{key}"
+        return flag, [f"--{word}"] if word in actions else []
     values = value if isinstance(value, list) else [value]
     if isinstance(value, bool) or not all(isinstance(each, str | int | float) for each in values):
         raise ValueError(f"{key} = {value!r}: expected a text, a number or a list of them")
