@@ -31,8 +31,7 @@ class Services:
 
     verifier: str
     drafter: str
-    gateway: str
-    """Its gateway asks for the key "secret"."""
+    gateway: str  # its gateway asks for the key "secret"
 
 
 @pytest.fixture(scope="session")

@@ -32,8 +32,7 @@ from paceline.v1 import exchange_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 
 from .conftest import serving
 
-OPTION = "--no-prefix-caching"
-"""An option of the verifier."""
+OPTION = "--no-prefix-caching"  # an option of the verifier
 OF_GATEWAY = ("--cors-origin=http://a", "--cors-origin=http://b", "--max-requests=7", "--strict")
 
 

@@ -46,10 +46,8 @@ class Request:
     """Bytes to send."""
 
     raw: bytes
-    whole: bool
-    """It is one request in valid HTTP, so it must be answered."""
-    head: bool = False
-    """Its response has no body."""
+    whole: bool  # it is one request in valid HTTP, so it must be answered
+    head: bool = False  # its response has no body
 
 
 class HttpFuzzer:

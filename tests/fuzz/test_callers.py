@@ -25,8 +25,7 @@ from gateway import test_call_forms as calls  # noqa: E402
 
 SECONDS = float(os.environ.get("PACELINE_FUZZ_SECONDS", "0"))
 SEED = int(os.environ.get("PACELINE_FUZZ_SEED", "1"))
-EXAMPLES = 200
-"""Examples of each seed; the duration is looked at between two seeds."""
+EXAMPLES = 200  # examples of each seed; the duration is looked at between two seeds
 
 pytestmark = pytest.mark.skipif(not SECONDS, reason="PACELINE_FUZZ_SECONDS is not set")
 

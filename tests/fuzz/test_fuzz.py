@@ -40,8 +40,7 @@ SECONDS = float(os.environ.get("PACELINE_FUZZ_SECONDS", "0"))
 SEED = int(os.environ.get("PACELINE_FUZZ_SEED", "1"))
 AT_A_TIME = 4
 CALL_SECONDS = 60.0
-OPEN_SECONDS = 2.0
-"""Longest Generate call. It stays open without credits."""
+OPEN_SECONDS = 2.0  # longest Generate call. It stays open without credits
 SERVICES = {
     "verifier": ("VerifierService", "KvExchangeService", "DraftExchangeService"),
     "drafter": ("DrafterRegistryService",),

@@ -25,8 +25,7 @@ class Served:
     openai: AsyncOpenAI
     transport: MockTransport
     url: str
-    stop: asyncio.Event
-    """Set it to begin the drain."""
+    stop: asyncio.Event  # set it to begin the drain
     server: asyncio.Task[None]
 
     async def post(self, path: str, **body: Any) -> tuple[int, Any, Any]:

@@ -19,8 +19,7 @@ TEMPLATE = (
     "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ m.tool_calls }}{% endfor %}"
 )
-SECONDS = 0.002
-"""Time for each token."""
+SECONDS = 0.002  # time for each token
 
 
 class SlowTransport(MockTransport):
