@@ -373,6 +373,15 @@ def test_a_template_that_shows_no_arrangement_says_how_many_it_leaves_out() -> N
         rendered("{{ raise_exception('never') }}", [SYSTEM, ASK])
 
 
+def test_messages_without_content_or_role() -> None:
+    for family in SHAPES:
+        prompt = rendered(SHAPES[family], [{"role": "system"}, ASK], tools=TOOLS)
+        assert all(tool["function"]["name"] in prompt for tool in TOOLS)
+    for wrong in ({"content": "x"}, {"role": "user", "content": 1}, {**C, "tool_calls": [{}]}):
+        with pytest.raises(InvalidRequestError, match="form of OpenAI's API"):
+            render_chat(model_of(CHATML), [wrong])
+
+
 def test_calls_that_a_template_refuses_become_text() -> None:
     messages = [ASK, {"role": "assistant", "tool_calls": [{**call(), "id": "x" * 29}]}, result()]
     prompt = rendered(SHAPES["MISTRAL_V3"], messages, tools=TOOLS)

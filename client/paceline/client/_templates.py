@@ -206,7 +206,7 @@ def _normalized(message: Mapping[str, Any]) -> Message:
     of calls, with its reasoning under each name that templates use. Role "developer" is "system".
     """
     fields = {name: value for name, value in message.items() if value is not None}
-    if fields.get("role") == "developer":
+    if fields["role"] == "developer":
         fields["role"] = "system"
     if isinstance(fields.get("content"), list | tuple):
         fields["content"] = [dict(part) for part in fields["content"]]
@@ -334,14 +334,15 @@ def _prepared(
     messages = _calls_as_text(messages) if form.as_text else messages
     if not tools or way == "variable":
         return messages
-    first: Message = {"role": "system", "content": ""}
+    first: Message = {"role": "system"}
     if messages and messages[0]["role"] == "system":
         first, messages = messages[0], messages[1:]
     if way == "field":
-        return [{**first, "tools": as_json([function_of(tool) for tool in tools])}, *messages]
+        described = as_json([function_of(tool) for tool in tools])
+        return [{"content": "", **first, "tools": described}, *messages]
     text = _HERMES_TOOLS.format(tools="\n".join(json.dumps(tool) for tool in tools))
     return [
-        {**first, "content": "\n\n".join(filter(None, (text_of(first["content"]), text)))},
+        {**first, "content": "\n\n".join(filter(None, (text_of(first.get("content")), text)))},
         *messages,
     ]
 
