@@ -119,7 +119,7 @@ def _converse(chat: Chat, runner: asyncio.Runner) -> None:
 
 def _message(terminal: bool) -> str:
     """The next line, or the lines from one that begins with quotes up to the next quotes. Raises
-    EOFError: the input ends."""
+    EOFError if the input ends."""
     line = input(">>> " if terminal else "").strip()
     if not line.startswith(QUOTES):
         return line
@@ -158,7 +158,7 @@ class Chat:
         self._console.print(text, style="dim")
 
     async def connect(self) -> None:
-        """Ask the services for model and drafters, and greet on a terminal. Raises PacelineError:
+        """Ask the services for model and drafters, and greet on a terminal. Raises PacelineError if
         the verifier cannot be reached."""
         model = await self._client.model()
         with suppress(PacelineError):  # answers come without drafts then
@@ -209,7 +209,7 @@ class Chat:
 
     async def _prompt(self, model: Model, room: int) -> list[int]:
         """The prompt of the next answer, with room for as many tokens, or a quarter of the context.
-        Forgets the oldest turns where the context is too short. Raises InvalidRequestError: the
+        Forgets the oldest turns where the context is too short. Raises InvalidRequestError if the
         newest message does not fit; or the template refuses the messages, or there is none."""
         context, forgotten = model.facts.max_context, 0
         room = min(room, context // 4)

@@ -165,8 +165,8 @@ def _actions_of(
 def _argument(
     key: str, value: Any, actions: Mapping[str, argparse.Action]
 ) -> tuple[str, list[str]]:
-    """The argument of a key, and its words on the command line. Raises ValueError: there is no such
-    key, or the value is not of its type."""
+    """The argument of a key, and its words on the command line. Raises ValueError if there is no
+    such key, or the value is not of its type."""
     action = actions.get(key) or actions.get(f"no-{key}")
     if action is None:
         raise ValueError(f"has no key {key!r}{meant(key, actions)}")

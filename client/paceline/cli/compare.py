@@ -148,7 +148,7 @@ async def _encode(
     client: Client, prompts: Sequence[Prompt], max_new_tokens: int
 ) -> list[tuple[Prompt, list[int]]]:
     """Prompts and their tokens: questions of a chat, or texts if there is no chat template. Raises
-    PacelineError: none fits the context; others that do not are left out, with a notice."""
+    PacelineError if none fits the context; others that do not are left out, with a notice."""
     model = await client.model()
     room = model.facts.max_context - max_new_tokens
     found = [(prompt, await _tokens(model, prompt)) for prompt in prompts]
@@ -193,7 +193,7 @@ async def _measure(
     """Generates after a prompt without a drafter, then with each one, and all that `runs` times.
 
     The client has the options `_UNSEEN`; `options` are arguments of `Client.generate`. Raises
-    PacelineError: a service failed, or the text ends with its first token.
+    PacelineError if a service failed, or the text ends with its first token.
     """
     results: dict[str, list[GenerationResult]] = {name: [] for name in ("none", *drafters)}
     for _ in range(runs):

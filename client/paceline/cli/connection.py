@@ -85,7 +85,7 @@ def add_connection_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def tls_of(args: argparse.Namespace) -> TlsOptions | None:
-    """TLS options from the arguments; None for a plain connection. Raises CommandError: an option
+    """TLS options from the arguments; None for a plain connection. Raises CommandError if an option
     of TLS has no effect on it."""
     if not (args.tls or args.tls_ca or args.tls_cert or args.tls_key):
         refuse_options(args, "without --tls or --tls-ca", ("tls_server_name",))

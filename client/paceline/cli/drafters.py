@@ -327,7 +327,7 @@ async def _unload(args: argparse.Namespace, call: Call) -> None:
 
 def _absolute(text: str, *, is_path: bool) -> str:
     """The path of a model's name, the absolute one of a path, or another text as it is. Raises
-    CommandError: the named model has not been fetched."""
+    CommandError if the named model has not been fetched."""
     is_path |= is_model_name(text) or text.startswith("~")
     with exit_with(2, argparse.ArgumentTypeError):
         return os.path.abspath(model_path(text)) if is_path else text

@@ -26,8 +26,8 @@ _DIRECT = ("localhost", "127.0.0.1", "127.0.0.0/8", "::1")
 @contextmanager
 def prepared() -> Iterator[None]:
     """A body whose standard streams are open and print any text, and without proxies for addresses
-    of this machine. What it prints is flushed at the end. Raises BrokenPipeError: nobody reads it
-    any more; OSError: it cannot be written."""
+    of this machine. What it prints is flushed at the end. Raises BrokenPipeError if nobody reads it
+    any more; OSError if it cannot be written."""
     _open_streams()
     _replace_characters()
     _bypass_proxies()
@@ -41,7 +41,7 @@ def prepared() -> Iterator[None]:
 
 
 def require_files() -> None:
-    """Let this process open `MIN_FILES` files. Raises CommandError: its limit is lower."""
+    """Let this process open `MIN_FILES` files. Raises CommandError if its limit is lower."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < MIN_FILES:
         with suppress(OSError, ValueError):

@@ -109,7 +109,7 @@ def add_generation_arguments(
 
 def generation_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of `Client.generate` from those of `add_generation_arguments`. Raises
-    OSError: the schema's file cannot be read."""
+    OSError if the schema's file cannot be read."""
     names = {field.name for field in dataclasses.fields(GenerationOptions)}
     options = {name: value for name, value in vars(args).items() if name in names}
     schema = args.json_schema and read_text(args.json_schema)
@@ -117,7 +117,7 @@ def generation_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def refuse_without_sampling(args: argparse.Namespace) -> None:
-    """Raises CommandError: the arguments restrict samples, and nothing is sampled."""
+    """Raises CommandError if the arguments restrict samples, and nothing is sampled."""
     if not args.temperature:
         off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
         given = [name for name, value in off.items() if getattr(args, name) != value]
@@ -184,7 +184,7 @@ async def _generate(
 
 
 def _prompt(args: argparse.Namespace) -> str:
-    """The prompt. Raises ValueError: there is none or two, or it is no text; OSError: its file
+    """The prompt. Raises ValueError if there is none or two, or it is no text; OSError if its file
     cannot be read."""
     if args.prompt is not None and args.file is not None:
         raise ValueError("give either a prompt or --file")

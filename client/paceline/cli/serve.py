@@ -107,7 +107,7 @@ class Restarted:
         return delay
 
     def poll(self) -> None:
-        """Restart the service if it died and the delay is over. Raises ProcessFailed: a verifier
+        """Restart the service if it died and the delay is over. Raises ProcessFailed if a verifier
         died `_MAX_UNREADY` times in a row before it answered calls."""
         now, kind = time.monotonic(), self._process.kind
         if self._process.returncode is None:
@@ -317,8 +317,8 @@ def _check(args: argparse.Namespace, model: Path) -> None:
 
 def _needs_drafter(args: argparse.Namespace, model: Path) -> bool:
     """Whether a drafter service has something to do: it was asked for, or there is something better
-    than what the verifier guesses by itself. Raises CommandError: a drafter that ships is damaged.
-    """
+    than what the verifier guesses by itself. Raises CommandError if a drafter that ships is
+    damaged."""
     if any((args.drafter, args.drafter_device, args.root)):
         return True
     if "ngram" not in VerifierOptions(**given_options(args, VerifierOptions)).sources:
@@ -533,7 +533,7 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _start(self) -> bool:
-        """Start all and wait until they answer; False: a signal came. Raises ProcessFailed: one
+        """Start all and wait until they answer; False: a signal came. Raises ProcessFailed if one
         does not start."""
         for process in self._processes:
             process.spawn()

@@ -208,7 +208,7 @@ def own_services(
     """Addresses of a verifier and a drafter, which run for the length of the block.
 
     Drafters are as of `load_arguments`; `common` are arguments of both services. Raises
-    ProcessFailed: one of them does not start.
+    ProcessFailed if one of them does not start.
     """
     verifier = [f"--target={target}", f"--weights={weights}", *common]
     drafter = [*load_arguments(drafters, target, weights), *common]
@@ -297,7 +297,7 @@ def add_gateway_options(group: argparse._ArgumentGroup, without: Collection[str]
 
 
 def gateway_options(args: argparse.Namespace) -> GatewayOptions:
-    """The options in the arguments of `add_gateway_options`. Raises OptionsError:
+    """The options in the arguments of `add_gateway_options`. Raises OptionsError if
     they contradict each other, or the key cannot be read; OSError, ValueError: the template
     cannot be."""
     from paceline.gateway import GatewayOptions

@@ -15,8 +15,8 @@ from ._text import Model
 
 
 def checked_messages(messages: object) -> list[dict[str, Any]]:
-    """Messages as `render_chat` takes them. Raises InvalidRequestError: they are not a sequence of
-    mappings with a role, whose values are those of JSON."""
+    """Messages as `render_chat` takes them. Raises InvalidRequestError if they are not a sequence
+    of mappings with a role, whose values are those of JSON."""
     expected = "a message: a mapping with the text role, and content, a text or a list of parts"
     with invalid_requests():
         found = items("messages", messages, "a list of messages", MAX_TOKEN_IDS)

@@ -50,7 +50,7 @@ def invalid_requests() -> Iterator[None]:
 
 def checked_prompt(prompt: object) -> str | list[int]:
     """A prompt as `Client.generate` takes it: text, or token ids, also of numpy or torch. Raises
-    InvalidRequestError: it is of another type, or empty."""
+    InvalidRequestError if it is of another type, or empty."""
     expected = "a non-empty text or token ids"
     with invalid_requests():
         found: str | list[int]

@@ -100,7 +100,7 @@ class TokenStream:
 
     async def receive(self) -> verifier_pb2.Round:
         """The next round. With `steps` 0 its tokens come from a prefill or an earlier stream.
-        Raises PacelineError: a failure from which the generation cannot recover."""
+        Raises PacelineError for a failure from which the generation cannot recover."""
         while True:
             try:
                 response = await self._read()

@@ -284,7 +284,7 @@ class TokenizerCache:
     def add(self, digest: str, packed: bytes) -> TextCodec:
         """Caches a gzip-compressed tokenizer.json from `GetModel` and returns its codec.
 
-        Raises PreconditionError: the content is no tokenizer, or does not have the digest.
+        Raises PreconditionError if the content is no tokenizer, or does not have the digest.
         """
         try:
             content = _unpacked(packed)
@@ -305,7 +305,7 @@ class TokenizerCache:
 
 
 def _unpacked(packed: bytes) -> bytes:
-    """Gzip-compressed content. Raises ValueError: it is not that, or too long."""
+    """Gzip-compressed content. Raises ValueError if it is not that, or too long."""
     reader = zlib.decompressobj(wbits=31)
     try:
         content = reader.decompress(packed, _MAX_TOKENIZER)
@@ -317,7 +317,7 @@ def _unpacked(packed: bytes) -> bytes:
 
 
 def _codec_of(content: bytes) -> TextCodec:
-    """The codec of a tokenizer.json. Raises PreconditionError: it is none."""
+    """The codec of a tokenizer.json. Raises PreconditionError if it is none."""
     try:
         return TextCodec(content)
     except BaseException as error:

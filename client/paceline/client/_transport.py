@@ -59,7 +59,7 @@ def parse_addresses(text: str, kind: str) -> tuple[str, ...]:
     """The entries of a list: "host:port", "unix:/path" or "dns:///name:port", comma-separated.
 
     `kind` is what the addresses are of, for the error: "verifier" or "drafter". Raises
-    InvalidRequestError: an entry is empty, repeated, or of another form.
+    InvalidRequestError if an entry is empty, repeated, or of another form.
     """
     param = {"param": f"{kind}_address"}
     # Another type may be an int with too many digits to print.
@@ -162,7 +162,7 @@ class Pool(Generic[M]):
 
 async def addresses_of(entry: str) -> dict[str, str]:
     """Addresses of an entry, with the DNS name that each was resolved from; empty for none. Raises
-    OSError: the name cannot be resolved."""
+    OSError if the name cannot be resolved."""
     if not entry.startswith(_DNS):
         return {entry: ""}
     name, _, port = entry.removeprefix(_DNS).rpartition(":")
@@ -183,7 +183,7 @@ class Connections:
     Every call carries the bearer token, which is refused without TLS beyond loopback, or the one
     that `paceline serve` has made for an address of this machine. In `paceline-client` it carries a
     random name of the client: a load balancer that hashes the name sends all calls of a client to
-    the verifier with its caches. Raises InvalidRequestError: a TLS file cannot be read.
+    the verifier with its caches. Raises InvalidRequestError if a TLS file cannot be read.
     """
 
     pid: ClassVar[int | None] = None

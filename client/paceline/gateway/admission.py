@@ -89,7 +89,7 @@ class Place:
         return self._size > _FREE_BYTES
 
     async def read(self, request: web.Request) -> bytes:
-        """The body. Raises ApiError: it is too slow, or there is no memory for it now; and
+        """The body. Raises ApiError if it is too slow, or there is no memory for it now; and
         web.HTTPException: it is too long."""
         max_bytes = request.client_max_size
         if (request.content_length or 0) > max_bytes:
@@ -114,7 +114,8 @@ class Place:
         )
 
     async def verifier(self, answer: Awaitable[T]) -> T:
-        """What a verifier answers. Raises ApiError: it does not in time, or the gateway drains."""
+        """What a verifier answers. Raises ApiError if it does not in time, or the gateway
+        drains."""
         async with self._admission.waiting():
             return await answer
 
@@ -157,13 +158,13 @@ class Admission:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def check_open(self) -> None:
-        """Raises ApiError: the gateway drains."""
+        """Raises ApiError if the gateway drains."""
         if self.gate.closed:
             raise _draining()
 
     @contextmanager
     def enter(self) -> Iterator[Place]:
-        """A place for a request. Raises ApiError: the gateway drains, or is full."""
+        """A place for a request. Raises ApiError if the gateway drains, or is full."""
         self.check_open()
         if len(self._places) >= self._max_requests and not self._take_from_another(None, _full):
             raise _full()
@@ -179,7 +180,7 @@ class Admission:
                 self._trimming = loop.call_later(_TRIM_SECONDS, self._trim)
 
     def count(self, place: Place, size: int) -> None:
-        """Counts the bytes of a body. Raises ApiError: there is no memory for them."""
+        """Counts the bytes of a body. Raises ApiError if there is no memory for them."""
         self._bytes += size - place.counted_bytes
         place.counted_bytes = size
         while self._bytes > self._max_bytes:

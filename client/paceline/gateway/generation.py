@@ -100,7 +100,7 @@ class JobBuilder:
             await asyncio.to_thread(each.close)
 
     async def model(self, name: str | None) -> Model:
-        """The served model. Raises ApiError: it has another name than the request's."""
+        """The served model. Raises ApiError if it has another name than the request's."""
         model = await self._client.model()
         served = self.model_name(model)
         if name is not None and name != served:

@@ -19,7 +19,7 @@ from paceline.service.options import (
 
 @dataclass(frozen=True)
 class GatewayOptions:
-    """Options of one gateway, checked when created. Raises OptionsError: they contradict each
+    """Options of one gateway, checked when created. Raises OptionsError if they contradict each
     other, or would serve beyond this machine without TLS and a key."""
 
     address: str = option(
@@ -136,7 +136,7 @@ class GatewayOptions:
 
     @property
     def metrics(self) -> ServerOptions:
-        """Options of the metrics endpoint, with the API key as its token. Raises OptionsError:
+        """Options of the metrics endpoint, with the API key as its token. Raises OptionsError if
         metrics would be served beyond this machine without TLS and a key."""
         return ServerOptions(
             address="127.0.0.1:0",  # unused

@@ -132,8 +132,8 @@ def parse_request(
 ) -> tuple[AnyBody, list[str]]:
     """A validated request, and the paths of its fields that are unknown and ignored.
 
-    Takes long for long requests: call it in a thread. Raises ApiError: the content is not a request
-    of this kind, or if `strict`, it has an unknown field.
+    Takes long for long requests: call it in a thread. Raises ApiError if the content is not a
+    request of this kind, or if `strict`, it has an unknown field.
     """
     try:
         body = kind.model_validate(_parsed(content))
@@ -149,7 +149,7 @@ def parse_request(
 
 def _parsed(content: bytes) -> Any:
     """JSON without what Python reads beyond it, since answers repeat parts of requests. Raises
-    ValueError: it is not that; and ApiError: it has too many values, is nested too deep, or has
+    ValueError if it is not that; and ApiError if it has too many values, is nested too deep, or has
     texts that UTF-8 cannot encode."""
     _check_shape(content)
     text = content.decode(json.detect_encoding(content))  # json.loads takes halves of pairs
@@ -167,7 +167,7 @@ def _parsed(content: bytes) -> Any:
 
 
 def _check_shape(content: bytes) -> None:
-    """Raises ApiError: JSON of this shape takes much more memory and time than its length. Numbers
+    """Raise ApiError if JSON of this shape takes much more memory and time than its length. Numbers
     are not counted: a prompt may have as many as a body has room for."""
     opened = content.count(b"{") + content.count(b"[")
     if opened <= MAX_DEPTH and content.count(b'"') <= 2 * MAX_VALUES:
@@ -413,7 +413,7 @@ class ToolUse:
         A named function's text is its arguments, other calls are an array of objects with `name`
         and `arguments`. Objects that do not say so have no other properties than those they name.
 
-        Raises ``ValueError``: the names of parts of a schema are malformed, or too long.
+        Raises ``ValueError`` if the names of parts of a schema are malformed, or too long.
         """
         functions: dict[str, dict[str, Any]] = {
             tool.function.name: closed(tool.function.parameters) for tool in self.tools
@@ -495,8 +495,8 @@ class Constrained(Body):
     grammar: _Source | None = None  # a grammar in llama.cpp's GBNF or in Lark's notation
 
     def constraint(self) -> dict[str, Any]:
-        """The constraint, as an argument of `Client.generate`; empty: none. Raises ApiError: there
-        are several."""
+        """The constraint, as an argument of `Client.generate`; empty: none. Raises ApiError if
+        there are several."""
         form, vllm = self.response_format, self.structured_outputs or StructuredOutputs()
         schemas = [vllm.json_, self.guided_json, self.json_schema]
         if isinstance(form, JsonSchema):
@@ -667,7 +667,7 @@ class ChatRequest(GenerationRequest, CallingRequest):
         return {"reasoning_effort": self.reasoning_effort, **self.chat_template_kwargs}
 
     def tool_use(self) -> ToolUse:
-        """Its tools and how they may be called. Raises ApiError: a tool that must be called does
+        """Its tools and how they may be called. Raises ApiError if a tool that must be called does
         not exist."""
         tools = [tool for tool in self.tools if isinstance(tool, Tool)]
         choice = self.tool_choice

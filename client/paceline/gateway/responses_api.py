@@ -194,7 +194,7 @@ class ResponsesRequest(CommonRequest, CallingRequest):
                 yield f"input.{index}.encrypted_content"
 
     def chat(self) -> ChatRequest:
-        """The same request as a chat. Raises ApiError: it is invalid as a chat."""
+        """The same request as a chat. Raises ApiError if it is invalid as a chat."""
         same = ResponsesRequest.model_fields.keys() & ChatRequest.model_fields.keys()
         fields = {name: getattr(self, name) for name in same - {"stream_options"}}
         form = self.text.format

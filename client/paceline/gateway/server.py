@@ -141,7 +141,7 @@ class Gateway:
         """Reads and validates a request. Its unknown fields are noted in `request[UNKNOWN_FIELDS]`.
 
         The content type must be JSON, which pages of other sites cannot send without CORS. Raises
-        ApiError: the body is not a request of this kind, or does not arrive in time.
+        ApiError if the body is not a request of this kind, or does not arrive in time.
         """
         if request.content_type != "application/json":
             raise ApiError(415, "send the request as application/json")

@@ -524,7 +524,7 @@ def _as_sse(events: Sequence[Json]) -> bytes:
 
 
 async def _send(request: web.Request, response: web.StreamResponse, content: bytes) -> None:
-    """Sends a part of a response. Raises ConnectionResetError: the caller is gone, or reads
+    """Sends a part of a response. Raises ConnectionResetError if the caller is gone, or reads
     nothing."""
     try:
         async with asyncio.timeout(STALLED_SECONDS):

@@ -134,8 +134,8 @@ class ServiceProcess:
 
     def start(self) -> Self:
         """Start the service and wait until it answers calls. A restart reuses the bound address.
-        Raises ``ProcessFailed``: it dies before it is ready, or takes longer than `ready_seconds`.
-        """
+        Raises ``ProcessFailed`` if it dies before it is ready, or takes longer than
+        `ready_seconds`."""
         self.spawn()
         self.wait_ready()
         return self
@@ -313,7 +313,7 @@ def local_services(
 ) -> Iterator[tuple[ServiceProcess, ServiceProcess]]:
     """A verifier, and a drafter that has joined it, with these arguments, started side by side.
 
-    Both stop at the end of the block. Raises ProcessFailed: one of them is not ready in time.
+    Both stop at the end of the block. Raises ProcessFailed if one of them is not ready in time.
     """
     address = with_port("127.0.0.1:0")
     first = ServiceProcess("verifier", verifier, address=address)

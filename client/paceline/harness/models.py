@@ -67,8 +67,8 @@ def hub_model(text: str) -> Path:
     `is_hub_id`. HF_TOKEN is the hub's token.
 
     What is not here, or is older than the hub's, is downloaded, with the progress on stderr. If the
-    hub cannot be reached, what is here is taken. Raises OSError: it is not here, and no hub can be
-    reached, or the hub does not give it.
+    hub cannot be reached, what is here is taken. Raises OSError if it is not here, and no hub can
+    be reached, or the hub does not give it.
     """
     from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -91,7 +91,8 @@ def hub_model(text: str) -> Path:
 
 def model_path(text: str) -> Path:
     """Type of an argument that takes a model: its path, that of a named model, or of a hub's.
-    Raises ArgumentTypeError: the named model has not been fetched, or the hub does not give it."""
+    Raises ArgumentTypeError if the named model has not been fetched, or the hub does not give
+    it."""
     if is_hub_id(text):
         try:
             return hub_model(text)
@@ -126,7 +127,7 @@ def name_of(path: Path) -> str | None:
 
 def drafter_spec(text: str) -> str:
     """Type of an argument that takes a drafter: names of models in it become paths, and `~` the
-    home folder. Raises ArgumentTypeError: as `model_path`, or it is a model without a method."""
+    home folder. Raises ArgumentTypeError if as `model_path`, or it is a model without a method."""
 
     def path(found: re.Match[str]) -> str:
         name = found[0]
