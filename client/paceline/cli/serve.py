@@ -83,8 +83,7 @@ _SHARED_MODULES = ("paceline.verifier.service", "paceline.drafter.service", "pac
 _POLL_INTERVAL = 0.05
 _FIRST_DELAY = 0.5
 _MAX_DELAY = 30.0
-# After this uptime the back-off starts again.
-_STEADY = 60.0
+_STEADY = 60.0  # after this uptime the back-off starts again
 
 _RESTART_SECONDS = 600.0  # maximum wait of a text for a verifier that is restarted
 

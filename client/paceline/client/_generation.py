@@ -20,8 +20,7 @@ from ._stream import UNLIMITED, StreamRequest, TokenStream, cost
 from ._text import Chunk, EmittedText, FinishReason, Model, TokenLogprob
 from ._transport import Connections
 
-# Longest wait for the release of caches when the client closes. Unit: seconds.
-_CLOSE_TIMEOUT = 5.0
+_CLOSE_TIMEOUT = 5.0  # longest wait for the release of caches when the client closes, in seconds
 
 
 @dataclass(frozen=True)

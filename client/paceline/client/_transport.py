@@ -33,8 +33,7 @@ logger = logging.getLogger("paceline.client")
 
 _DNS = "dns:///"
 _FORMS = re.compile(r"(unix|unix-abstract|ipv4|ipv6|vsock):.+|([\w.-]+|\[[\w.:%]+\]):([0-9]{1,5})")
-# DNS names are resolved again after this time. Unit: seconds.
-_MAX_AGE = 5.0
+_MAX_AGE = 5.0  # DNS names are resolved again after this time, in seconds
 
 M = TypeVar("M", bound="Verifier | DrafterTransport")
 CLIENT_HEADER = "paceline-client"  # metadata key of a client's random name; load balancers hash it

@@ -20,10 +20,8 @@ from .errors import ApiError
 _FREE_BYTES = 64 << 10
 # Bodies of the maximum length that are in memory at once.
 LONG_BODIES = 8
-# Maximum time for the arrival of a body. Unit: seconds.
-BODY_SECONDS = 30.0
-# Maximum wait for a verifier before the first token of a text. Unit: seconds.
-VERIFIER_SECONDS = 30.0
+BODY_SECONDS = 30.0  # maximum time for the arrival of a body, in seconds
+VERIFIER_SECONDS = 30.0  # maximum wait for a verifier before the first token of a text, in seconds
 # Time after the end of a long request until its memory returns to the system. Unit: seconds.
 _TRIM_SECONDS = 1.0
 # Threads for the work of short requests, and of long ones, which never hold up the short.

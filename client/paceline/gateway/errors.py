@@ -32,8 +32,7 @@ _PYTHON_OBJECT = re.compile(
 logger = logging.getLogger("paceline.gateway")
 
 
-# Of an error, in characters.
-_MAX_MESSAGE = 2000
+_MAX_MESSAGE = 2000  # of an error, in characters
 
 
 @dataclass(eq=False)

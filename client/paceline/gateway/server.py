@@ -47,10 +47,8 @@ logger = logging.getLogger("paceline.gateway")
 # A connection without a request, or with a part of its head only, is closed after this time. Longer
 # than the 60 seconds after which load balancers usually close it. Unit: seconds.
 IDLE_SECONDS = 75.0
-# Time before requests that outlast the drain are cancelled. Unit: seconds.
-_CANCEL_GRACE = 0.5
-# Longest wait for the verifier in health checks. Unit: seconds.
-_HEALTH_TIMEOUT = 5.0
+_CANCEL_GRACE = 0.5  # time before requests that outlast the drain are cancelled, in seconds
+_HEALTH_TIMEOUT = 5.0  # longest wait for the verifier in health checks, in seconds
 
 _PAGE = Path(__file__).with_name("page")
 _PAGE_FILES = frozenset(

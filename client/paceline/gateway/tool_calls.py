@@ -52,8 +52,7 @@ _MARK = re.compile("|".join(map(re.escape, _OPENING)))
 _THOUGHT_MARK = re.compile("|".join(map(re.escape, THOUGHT_MARKS)))
 _THOUGHT_END = re.compile("|".join(map(re.escape, THOUGHTS.values())))
 FUNCTOOLS = "functools["  # the form of Phi-4-mini, at the start of a text
-# What stands before, between and after the objects of calls.
-_SEPARATORS = " \n\r\t,;[]"
+_SEPARATORS = " \n\r\t,;[]"  # what stands before, between and after the objects of calls
 # The keys that an object of a call may begin with.
 _KEYS = ("name", "arguments", "parameters", "type", "function", "id")
 _FIRST_KEY = re.compile(r'\s*\{\s*"([^"]*)"')
@@ -73,8 +72,7 @@ _FENCED = re.compile(r"\s*```(?:json)?\s*(.*?)\s*```\s*", re.DOTALL)
 _LETTERS = string.ascii_letters + string.digits
 _CONSTANTS = {"true": True, "false": False, "null": None}
 _WORDS = {**_CONSTANTS, "True": True, "False": False, "None": None}
-# Maximum length of a call or value in Python's form. Unit: characters.
-_MAX_PYTHON = 1 << 16
+_MAX_PYTHON = 1 << 16  # maximum length of a call or value in Python's form, in characters
 
 
 def _number(text: str) -> float:

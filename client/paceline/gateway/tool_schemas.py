@@ -18,8 +18,7 @@ TYPES: dict[type, str] = {
 }
 """Names of types in JSON."""
 ANY_TYPE = frozenset(TYPES.values())
-# Deepest part of a schema in which types are looked for.
-_MAX_DEPTH = 128
+_MAX_DEPTH = 128  # deepest part of a schema in which types are looked for
 
 _OPEN = {"additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames"}
 # Schemas that hold for the same value as the one that they are in.

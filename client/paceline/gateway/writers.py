@@ -30,13 +30,10 @@ DISCONNECTED = 499  # status of a caller that is gone, in metrics and log, as in
 # Longest time in which a caller reads nothing. Its text, which holds memory of the verifier, ends
 # then. Unit: seconds.
 STALLED_SECONDS = 60.0
-# Size of the pieces in which a whole response is sent. Unit: bytes.
-_PIECE = 1 << 16
-# Parts of texts that wait to be sent as events, beyond which generations wait too.
-_WAITING = 64
+_PIECE = 1 << 16  # size of the pieces in which a whole response is sent, in bytes
+_WAITING = 64  # parts of texts that wait to be sent as events, beyond which generations wait too
 
-# Cached tokens are counted in chunks of this many, as they are kept.
-_CACHED = 64
+_CACHED = 64  # cached tokens are counted in chunks of this many, as they are kept
 
 Json = dict[str, Any]
 
