@@ -182,7 +182,7 @@ GPU_PYTHON ?= 3.12
 GPU_PLATFORMS ?= manylinux2014_x86_64 manylinux_2_28_x86_64
 
 GPU_FIRST := products bits texts step rounds
-GPU_SPEED := start drafts bandwidth sampling
+GPU_SPEED := start drafts
 GPU_TESTS := $(PYTHON) -m pytest -m gpu --confcutdir tests/gpu
 
 # cuda, or cpu: `make gpu-first GPU_DEVICE=cpu` tries the measurements of gpu-first without a GPU, with
@@ -197,9 +197,9 @@ endif
 
 # Four parts of at most ten minutes each, but twelve for gpu-first: tests of kernels, which mostly
 # compile and so run side by side; tests of services, which measure free memory and so run alone; what
-# to ask a GPU first, into OUT (products, equal bits, equal texts, steps, and rounds with profiles; with
-# GPU_FIRST="products bits" only these, where a machine is lent for less time); a cold start, drafts,
-# bandwidth and sampling, into OUT. A failure does not stop the other parts.
+# to ask a GPU first, into OUT (products, equal bits, equal texts, steps, and rounds; with
+# GPU_FIRST="products bits" only these, where a machine is lent for less time); a cold start and drafts,
+# into OUT. A failure does not stop the other parts.
 GPU_PARTS := gpu-kernels gpu-services gpu-first gpu-speed
 gpu-check:
 	$(MAKE) --keep-going $(GPU_PARTS)
@@ -211,7 +211,7 @@ gpu-services: gpu-wheels
 	timeout 600 $(GPU_TESTS) tests/gpu/processes
 gpu-first:
 	mkdir -p $(OUT)
-	PACELINE_BENCH_PROFILES=$(OUT)/profiles.txt timeout 720 $(PYTHON) -m paceline.bench.gpu \
+	timeout 720 $(PYTHON) -m paceline.bench.gpu \
 	    --device $(GPU_DEVICE) --output $(OUT)/first $(GPU_FIRST:%=--only %)
 gpu-speed: gpu-wheels
 	timeout 600 $(PYTHON) -m paceline.bench.gpu --output $(OUT) $(GPU_SPEED:%=--only %)

@@ -19,8 +19,8 @@ BUDGET = {
     "services/drafter": 13_500,
     "client": 15_650,
     "train": 5_800,
-    "bench": 7_270,
-    "tests": 56_690,
+    "bench": 6_940,
+    "tests": 56_770,
 }
 """Maximum number of lines."""
 

@@ -7,12 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from attention_cases import PAGE, Case, expected, make_case
 
-from paceline.bench.gpu.cases import PAGE, Case, make_case
-from paceline.kernels import PagedPlane, Probe, QueryBlock, tree_attention
+from paceline.kernels import PagedPlane, Probe, tree_attention
 from paceline.kernels.attention import AttentionCall, record_scores
-from paceline.kernels.caches import span
 
 pytestmark = pytest.mark.gpu
 
@@ -21,31 +19,6 @@ BF16 = torch.bfloat16
 LONG = 131_072
 OTHERS = 2 << 30
 """Memory that is left to tests in other processes. Unit: bytes."""
-
-
-def expected(case: Case, dtype: torch.dtype) -> Tensor:
-    """Masked softmax attention with every operation in `dtype`, ``[M, Hq, D]``."""
-    out = torch.empty_like(case.q, dtype=dtype)
-    for index, block in enumerate(case.plan.blocks):
-        rows = slice(case.plan.offsets[index], case.plan.offsets[index + 1])
-        key = span(case.keys[block.sequence], 0, block.stop)
-        value = span(case.values[block.sequence], 0, block.stop)
-        group = case.q.shape[1] // key.shape[0]
-        hidden = ~_seen(case, block).to(case.q.device)
-        for head in range(case.q.shape[1]):  # one at a time, because scores are large
-            scores = case.q[rows, head].to(dtype) @ key[head // group].to(dtype).T * case.scale
-            weights = scores.masked_fill_(hidden, -torch.inf).softmax(-1)
-            out[rows, head] = weights @ value[head // group].to(dtype)
-    return out
-
-
-def _seen(case: Case, block: QueryBlock) -> Tensor:
-    seen = torch.ones(block.length, block.stop, dtype=torch.bool)
-    seen[:, block.start :] = torch.from_numpy(block.ancestors())
-    if case.window is not None:
-        at = torch.tensor(block.depths) + block.start
-        seen &= torch.cat([torch.arange(block.start), at]) > at[:, None] - case.window
-    return seen
 
 
 def check(case: Case) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attention_cases import Case, make_case
 from torch import Tensor
 
-from paceline.bench.gpu.cases import Case, make_case
 from paceline.bench.reference import ReferenceRows
 from paceline.kernels import Norm, kernels_for
 from paceline.kernels.caches import span

@@ -7,7 +7,6 @@ import random
 import pytest
 import torch
 
-from paceline.bench.gpu.kernels import KINDS
 from paceline.kernels import (
     History,
     Proposal,
@@ -18,6 +17,14 @@ from paceline.kernels import (
 )
 
 pytestmark = pytest.mark.gpu
+
+KINDS: dict[str, dict[str, float]] = {
+    "greedy": {"temperature": 0.0},
+    "plain": {"temperature": 0.8},
+    "top_k": {"temperature": 1.0, "top_k": 50},
+    "top_p": {"temperature": 1.1, "top_p": 0.9},
+    "all": {"temperature": 0.7, "top_k": 200, "top_p": 0.95, "min_p": 0.01},
+}
 
 
 @pytest.mark.parametrize(("vocab", "rows"), [(4096, 100), (151_936, 12)])

@@ -29,8 +29,6 @@ MEASUREMENTS = {
     "start": (services.start, 150.0),
     "drafts": (drafts.drafts, 120.0),
     "rounds": (services.rounds, 350.0),
-    "bandwidth": (kernels.bandwidth, 90.0),
-    "sampling": (kernels.sampling, 40.0),
 }  # what reports lines of JSON for a device, and how long it may take. Unit: seconds.
 
 

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Self
 from zlib import crc32
 
@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from paceline.decoder import DecoderConfig
-from paceline.kernels import PagedPlane, QueryBlock, TreePlan, plan_trees
-from paceline.kernels.caches import Plane
+from paceline.kernels import PagedPlane
 
 PAGE = 256
 SMALL = DecoderConfig(
@@ -37,85 +36,6 @@ EIGHT_BILLION = replace(
 DRAFTED = 32_000  # tokens that the head of a trained LongSpec drafter has
 # Largest figures, by the name of a report and the name of a figure in it.
 Targets = Mapping[tuple[str, str], float]
-
-
-@dataclass
-class Case:
-    """One attention call."""
-
-    plan: TreePlan  # the packed blocks
-    q: Tensor  # `[M, Hq, D]`
-    keys: Sequence[Plane]  # per sequence
-    values: Sequence[Plane]  # per sequence
-    window: int | None = None  # sliding window or None
-
-    @property
-    def scale(self) -> float:
-        """Factor on the scores."""
-        return float(self.q.shape[2] ** -0.5)
-
-
-def random_tree(nodes: int) -> tuple[int, ...]:
-    """Parents of a random tree."""
-    reach = int(torch.randint(1, 9, ()))
-    return tuple(max(-1, node - 1 - int(torch.randint(0, reach, ()))) for node in range(nodes))
-
-
-def make_case(
-    device: torch.device,
-    lengths: Sequence[int],
-    nodes: Sequence[int],
-    heads: tuple[int, int],
-    dim: int,
-    dtype: torch.dtype,
-    *,
-    paged: bool = False,
-    window: int | None = None,
-) -> Case:
-    """Sequences of some prefix lengths with trees of this many nodes; unwritten slots are NaN."""
-    blocks = [
-        QueryBlock(index, length, random_tree(count), count)
-        for index, (length, count) in enumerate(zip(lengths, nodes, strict=True))
-    ]
-    plan = plan_trees(blocks, device=device)
-    q = torch.randn(plan.rows, heads[0], dim, device=device).to(dtype)
-    if paged:
-        return Case(plan, q, *_pages(device, blocks, heads[1], dim, dtype), window)
-    keys, values = ([_cache(device, s, heads[1], dim, dtype) for s in blocks] for _ in range(2))
-    return Case(plan, q, keys, values, window)
-
-
-def _cache(
-    device: torch.device, block: QueryBlock, heads: int, dim: int, dtype: torch.dtype
-) -> Tensor:
-    cache = torch.randn(heads, block.stop + 7, dim, device=device, dtype=dtype)
-    cache[:, block.stop :] = torch.nan
-    return cache
-
-
-def _pages(
-    device: torch.device,
-    blocks: Sequence[QueryBlock],
-    heads: int,
-    dim: int,
-    dtype: torch.dtype,
-) -> tuple[list[PagedPlane], list[PagedPlane]]:
-    """Pages of all sequences in random order, over one pool."""
-    counts = [-(-block.stop // PAGE) for block in blocks]
-    order = torch.randperm(sum(counts), device=device).int()
-    tables = torch.zeros(len(blocks), max(counts), dtype=torch.int32, device=device)
-    begin = 0
-    for row, count in enumerate(counts):
-        tables[row, :count] = order[begin : begin + count]
-        begin += count
-    pool = torch.randn(sum(counts), 2, heads, PAGE, dim, device=device, dtype=dtype)
-    for row, block in enumerate(blocks):
-        pool[int(tables[row, counts[row] - 1]), :, :, (block.stop - 1) % PAGE + 1 :] = torch.nan
-    both = [
-        [PagedPlane(pool[:, kind], tables, row, count * PAGE) for row, count in enumerate(counts)]
-        for kind in (0, 1)
-    ]
-    return both[0], both[1]
 
 
 class RandomWeights(Mapping[str, Tensor]):

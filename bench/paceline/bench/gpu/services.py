@@ -28,7 +28,6 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 from torch import Tensor
 
-from paceline.bench.gpu import profiles
 from paceline.bench.gpu.cases import (
     DRAFTED,
     EIGHT_BILLION,
@@ -303,12 +302,10 @@ async def measure_all(
     names: Sequence[str],
     config: DecoderConfig,
     ends: float,
-    trigger: Path | None,
 ) -> tuple[dict[str, dict[str, float]], list[str]]:
     """Report every case.
 
     Args:
-        trigger: Folder of triggers for profiles of the greedy cases; None: no profiles.
 
     Returns:
         Figures by case, and what was left out.
@@ -338,14 +335,6 @@ async def measure_all(
                 figures["round_over_plain"] = round(figures["round_us"] / plain["round_us"], 3)
             found[case] = figures
             report(case, figures)
-        if trigger is not None:  # last, because a profiler slows down what follows it
-            for sequences, name in cases:
-                case = f"{sequences} x {name}"
-                if time.monotonic() > ends:
-                    left_out.append(f"profile of {case}: no time is left")
-                    continue
-                (trigger / case).touch()
-                await measure(client, name, sequences, config.vocab_size, SAMPLING["T = 0"])
     return found, left_out
 
 
@@ -373,8 +362,7 @@ def rounds(device: torch.device) -> None:
     """Report rounds of both services over an 8B target made on this machine, by their parts.
 
     Fails if a text depends on the drafter, or, with an 8B target on a GPU, if one of `TARGETS` is
-    missed or has no figure, or anything was left out. With the variable PACELINE_BENCH_PROFILES, a
-    file, profiles of both services are written to it.
+    missed or has no figure, or anything was left out.
     """
     large = device.type == "cuda"
     config = EIGHT_BILLION if large else replace(SMALL, layers=2, windows=(None, None), tied=False)
@@ -387,19 +375,8 @@ def rounds(device: torch.device) -> None:
         if large:
             torch.cuda.empty_cache()
         report("seconds_to_write_models", round(time.monotonic() - began, 1))
-        output = os.environ.get("PACELINE_BENCH_PROFILES")
-        trigger = folder / "trigger" if output else None
-
-        def environment(service: str) -> dict[str, str]:
-            """Of a service: where the method ``count`` is, and how to profile."""
-            paths = [str(folder), os.environ.get("PYTHONPATH", "")]
-            variables = {}
-            if output and trigger is not None:
-                hook = folder / f"profile-{service}"
-                paths.insert(0, str(hook))
-                variables = profiles.install(hook, service, trigger, Path(output).absolute())
-            return {"PYTHONPATH": os.pathsep.join(filter(None, paths)), **variables}
-
+        paths = filter(None, (str(folder), os.environ.get("PYTHONPATH")))  # of the method `count`
+        environment = {"PYTHONPATH": os.pathsep.join(paths)}
         on = f"--device={device.type}"
         given = [
             f"--target={target}", on, f"--kv-bytes={'8GiB' if large else '256MiB'}",
@@ -408,19 +385,19 @@ def rounds(device: torch.device) -> None:
         load = [argument for name in specs for argument in ("--load", f"{name}={specs[name]}")]
         began = time.monotonic()
         with ServiceProcess(
-            "verifier", given, environment=environment("verifier"), ready_seconds=START_SECONDS
+            "verifier", given, environment=environment, ready_seconds=START_SECONDS
         ) as verifier:
             ready = time.monotonic()
             with ServiceProcess(
                 "drafter", [on, f"--verifier={verifier.address}", *load],
-                environment=environment("drafter"), ready_seconds=START_SECONDS,
+                environment=environment, ready_seconds=START_SECONDS,
             ) as drafter:  # fmt: skip
                 joined = time.monotonic()
                 report("seconds_to_start", {"verifier": ready - began, "drafter": joined - ready})
                 ends = joined + SECONDS
                 names = list(specs)
                 found, left_out = asyncio.run(
-                    measure_all(verifier.address, drafter.address, names, config, ends, trigger)
+                    measure_all(verifier.address, drafter.address, names, config, ends)
                 )
         began = time.monotonic()
         with ServiceProcess("verifier", given, ready_seconds=START_SECONDS):
