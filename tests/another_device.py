@@ -21,9 +21,8 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 _setup_privateuseone_for_python_backend("other")
 
 DEVICE = torch.device("other", 0)
+# Copies so far to "device" and to "host", and "waits": those and others that wait for a GPU.
 TRANSFERS: Counter[str] = Counter()
-"""Copies so far to "device" and to "host", and "waits": those and others that wait for a GPU."""
-
 _COPIES = {"aten::to", "aten::_to_copy", "aten::copy_"}
 _WAITING = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2"}
 _ANSWERS = {
@@ -52,7 +51,6 @@ class OnDevice(Tensor):
         return _run(func, args, kwargs or {})
 
     def tolist(self) -> Any:
-        """PyTorch refuses this to subclasses."""
         TRANSFERS["waits"] += 1
         return self.inner.tolist()
 

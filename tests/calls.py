@@ -14,7 +14,6 @@ from grpc_status import rpc_status
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Poll a condition."""
     async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
@@ -61,7 +60,6 @@ def reason_of(error: grpc.aio.AioRpcError) -> str:
 
 
 def details_of(error: grpc.aio.AioRpcError, kind: Any) -> Any:
-    """The first detail of a kind."""
     status = rpc_status.from_call(error)
     assert status is not None, error
     for packed in status.details:

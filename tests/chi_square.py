@@ -6,10 +6,9 @@ from collections.abc import Hashable, Iterable, Mapping
 
 import torch
 
+# A right sampler fails one test at this rate over seeds; the seeds are fixed, so it never does
+# twice.
 FALSE_ALARM = 1e-4
-"""A right sampler fails one test at this rate over seeds; the seeds are fixed, so it never does
-twice."""
-
 _MIN_EXPECTED = 5.0
 
 

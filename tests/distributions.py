@@ -9,13 +9,7 @@ from pathlib import Path
 def write_distribution(
     folder: Path, entries: Mapping[str, str], group: str = "paceline.methods"
 ) -> Path:
-    """Write a distribution that is found once its folder is on sys.path; returns the folder.
-
-    Args:
-        folder: Created if it does not exist.
-        entries: ``module:Class`` by name.
-        group: Group of the entry points.
-    """
+    """Write a distribution that is found once its folder is on sys.path; returns the folder."""
     info = folder / "temporary-1.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: temporary\nVersion: 1\n")

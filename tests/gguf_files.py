@@ -25,8 +25,7 @@ ARCHITECTURES = {
     "gemma3_text": "gemma3",
     "qwen3_moe": "qwen3moe",
     "gpt_oss": "gpt-oss",
-}
-"""Architectures that are not called as the model type."""
+}  # architectures that are not called as the model type
 
 
 def write_gguf(
@@ -39,9 +38,6 @@ def write_gguf(
     """Write the model of a folder, and its tokenizer.json if it has one.
 
     Args:
-        path: The file to write.
-        folder: A Hugging Face folder.
-        kind: Format of all matrices.
         kinds: Formats of some tensors, by their names in the file.
         part_tensors: Tensors of each part of a split file; 0: one file.
     """
@@ -180,7 +176,6 @@ def _add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
-    """A byte-level BPE tokenizer."""
     found = json.loads((folder / "tokenizer.json").read_text())
     vocab = {**found["model"]["vocab"], **{t["content"]: t["id"] for t in found["added_tokens"]}}
     special = {token["content"] for token in found["added_tokens"] if token["special"]}

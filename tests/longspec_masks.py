@@ -26,7 +26,6 @@ def lag_mask(length: int, lag: int, context: int = 0) -> Tensor:
     with each of these lags.
 
     Args:
-        length: Tokens.
         lag: 1 or more, because a token's own KV is not committed yet.
         context: Maximum number of positions seen, selected as by
             :func:`paceline.kernels.streaming`; 0: all.

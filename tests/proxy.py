@@ -16,19 +16,15 @@ class Proxy:
     def __init__(self, target: str, delay: float = 0.0, path: Path | None = None) -> None:
         self._target = target.removeprefix("unix:")
         self._path = path
-        self.delay = delay
-        """Of everything that is sent, one way. Unit: seconds."""
-        self.down = False
-        """Whether new connections are refused."""
-        self.connections = 0
-        """Number of connections that were accepted."""
+        self.delay = delay  # of everything that is sent, one way. Unit: seconds.
+        self.down = False  # whether new connections are refused
+        self.connections = 0  # number of connections that were accepted
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
 
     @property
     def address(self) -> str:
-        """Where clients connect."""
         if self._path is not None:
             return f"unix:{self._path}"
         assert self._server is not None

@@ -13,12 +13,7 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from paceline.bench.cli import add_arguments
-from paceline.bench.step.engines import (
-    Library,
-    LlamaCpp,
-    PacelineEngine,
-    TransformersEngine,
-)
+from paceline.bench.step.engines import Library, LlamaCpp, PacelineEngine, TransformersEngine
 from paceline.bench.step.parts import PARTS
 from paceline.bench.step.roofline import Roofline
 from paceline.bench.step.run import measure, run

@@ -25,12 +25,7 @@ from paceline.bench.table.engines import (
     Server,
     llama_server,
 )
-from paceline.bench.table.figures import (
-    Cell,
-    interval,
-    sample,
-    summarize,
-)
+from paceline.bench.table.figures import Cell, interval, sample, summarize
 from paceline.bench.table.run import (
     BOUND,
     CATEGORIES,

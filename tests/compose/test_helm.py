@@ -45,7 +45,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def render(values: dict[str, Any]) -> list[dict[str, Any]]:
-    """The objects that an installation makes."""
     with helm.Chart.load(str(CHART)) as chart:
         chart.validate_schema(values)
         files = chart.render(copy.deepcopy(values), name="demo", namespace="prod")

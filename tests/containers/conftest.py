@@ -17,8 +17,7 @@ from testcontainers.compose import DockerCompose
 from paceline.client import Client, DraftOptions, RetryOptions, TlsOptions
 
 COMPOSE = Path(__file__).parents[2] / "compose"
-DEMO = "/paceline/models/demo"
-"""The demo models in the images."""
+DEMO = "/paceline/models/demo"  # the demo models in the images
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -32,9 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 class Deployment(DockerCompose):
     """A running compose file, by whichever compose there is, and how to call its services."""
 
-    environment: dict[str, str]
-    """Of compose commands: two deployments may run side by side."""
-
+    environment: dict[str, str]  # of compose commands: two deployments may run side by side
     ports: dict[str, int]
     ca: Path
     token: str
@@ -51,7 +48,6 @@ class Deployment(DockerCompose):
         self.run(*(("down", "--volumes") if down else ("stop",)))
 
     def run(self, *words: str) -> str:
-        """Standard output of a compose command."""
         return self._run_command([*self.compose_command_property, *words]).stdout.decode()
 
     def cli(self, *words: str) -> str:
@@ -104,7 +100,6 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
 def far_apart(
     deployment: Deployment, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Deployment]:
-    """`compose/remote.yml`, of the same images."""
     with serving("remote", tmp_path_factory.mktemp("remote")) as running:
         yield running
 
@@ -121,12 +116,7 @@ def serving(
     """A compose file's verifier and drafter, as a project of its own on free ports.
 
     Args:
-        name: Of the compose file.
-        folder: For the certificate.
-        others: Services to start besides.
         project: To tell it from another deployment of the same file; None: the file's name.
-        over: Names of files here that change it.
-        environment: Settings of the compose file.
     """
     services = ["verifier", "drafter", *others]
     changes = [str(Path(__file__).with_name(f"{each}.yml")) for each in ("small", *over)]
@@ -162,7 +152,6 @@ def serving(
 
 
 def secret(deployment: Deployment, name: str) -> str:
-    """What the deployment made for itself."""
     return deployment.run("exec", "-T", "verifier", "cat", f"/run/paceline/{name}")
 
 

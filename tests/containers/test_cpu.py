@@ -38,7 +38,6 @@ def longspec(deployment: Deployment) -> str:
 
 @pytest.fixture
 async def plain(client: Client) -> list[int]:
-    """The tokens without any drafter."""
     result = await client.generate(PROMPT, drafter="none", **WANTED)
     return list(result.token_ids)
 
@@ -102,7 +101,6 @@ def load_longspec(deployment: Deployment) -> str:
 
 
 def traced(deployment: Deployment) -> list[dict[str, Any]]:
-    """Spans that came to the collector."""
     lines = deployment.run("logs", "--no-color", "collector").splitlines()
     return [json.loads(line[line.index("{") :]) for line in lines if '"span"' in line]
 
@@ -140,10 +138,7 @@ def test_a_drafter_follows_kv_over_a_network(far_apart: Deployment) -> None:
     length = ("--raw", "--max-new-tokens", "96", "--temperature", "0")
     plain, drafted = (
         json.loads(far_apart.cli("generate", PROMPT, *length, "--json", *words).splitlines()[-1])
-        for words in (
-            ("--drafter", "none"),
-            ("--drafter", load_longspec(far_apart), *DRAFTED),
-        )
+        for words in (("--drafter", "none"), ("--drafter", load_longspec(far_apart), *DRAFTED))
     )
     assert drafted["token_ids"] == plain["token_ids"]
     assert drafted["stats"]["drafted_rounds"]
@@ -207,7 +202,6 @@ def test_a_stop_during_start_up_is_immediate(deployment: Deployment) -> None:
 
 
 def test_a_failed_start_says_why(deployment: Deployment) -> None:
-    """In what the health check prints."""
     words = ["run", "--detach", "--no-deps", "verifier", "--device", "cuda"]
     container = deployment.run(*words).strip().splitlines()[-1]
     try:
@@ -243,9 +237,7 @@ async def test_a_drafter_is_swapped_while_text_streams(
     assert deployment.state("verifier") == "healthy"
 
 
-def test_final_images_hold_no_build_tools_and_run_unprivileged(
-    deployment: Deployment,
-) -> None:
+def test_final_images_hold_no_build_tools_and_run_unprivileged(deployment: Deployment) -> None:
     for service in ("verifier", "drafter", "gateway"):
         look = "id -u; command -v gcc cc ld pip || echo none; touch /x 2> /dev/null || echo sealed"
         assert deployment.run("exec", "-T", service, "sh", "-c", look).split() == [

@@ -52,7 +52,6 @@ def test_they_generate_on_the_cpu_too(deployment: Deployment) -> None:
 
 
 def test_a_build_without_cuda_fails(deployment: Deployment) -> None:
-    """Unless it is allowed, as here."""
     probe = ("exec", "-T", "verifier", "python", "-c", "import torch; print(torch.version.cuda)")
     if deployment.run(*probe).strip() != "None":
         pytest.skip("this index has torch for CUDA")

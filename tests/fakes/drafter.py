@@ -142,7 +142,6 @@ class SlowLoad(FakeDrafter):
 
 
 def write_records(path: Path, *texts: tuple[list[int], list[int]]) -> Path:
-    """Write prompts and their continuations."""
     lines = [json.dumps({"prompt": prompt, "tokens": tokens}) for prompt, tokens in texts]
     path.write_text("\n".join(lines) + "\n")
     return path

@@ -58,7 +58,6 @@ class Text:
         return answer
 
     def request(self, tokens: Sequence[int] = (), **fields: Any) -> exchange_pb2.DraftRound:
-        """The next round."""
         self.length += len(tokens)
         self.rounds += 1
         fields = {
@@ -73,7 +72,6 @@ class Text:
         return exchange_pb2.DraftRound(**fields)
 
     async def round(self, tokens: Sequence[int] = (), **fields: Any) -> exchange_pb2.DraftedTree:
-        """One round; its tree."""
         request = self.request(tokens, **fields)
         await self.peer.send(exchange_pb2.JoinResponse(rounds=[request]))
         tree = await self.read()
@@ -105,7 +103,6 @@ class Peer:
         self.writing = asyncio.Lock()
 
     async def send(self, message: exchange_pb2.JoinResponse) -> None:
-        """Send a message over the carrier."""
         if self.socket is None:
             with suppress(Exception):  # gRPC's own, if the connection has ended
                 await self.write(message)
@@ -161,7 +158,6 @@ class Peer:
             self.texts[answer.sequence].answers.put_nowait(answer)
 
     def lost(self) -> None:
-        """The connection ended."""
         self.ended.set()
         for text in self.texts.values():
             text.answers.put_nowait(ConnectionError("the connection ended"))
@@ -202,7 +198,6 @@ class ExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
         return self.peers[count - 1]
 
     async def Join(self, request_iterator: Any, context: Any) -> None:
-        """One connection."""
         self.metadata.append(dict(context.invocation_metadata() or ()))
         if self.refuse:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "not today")
@@ -239,7 +234,6 @@ class ExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
             peer.lost()
 
     async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """The Unix socket was opened."""
         with suppress(asyncio.IncompleteReadError):
             frame = await _read_frame(reader)
             if frame in self.tokens:
@@ -256,7 +250,6 @@ class ExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
         writer.close()
 
     def close(self) -> None:
-        """End connections that wait for memory."""
         for task in self.sharing:
             task.cancel()
 
@@ -286,14 +279,7 @@ async def fake_verifier(
     share: Share = share_nothing,
     credentials: grpc.ServerCredentials | None = None,
 ) -> AsyncIterator[ExchangeServicer]:
-    """Serve it on a unix socket; with credentials, on a port of the loopback.
-
-    Args:
-        folder: For sockets.
-        carrier: socket or stream.
-        share: Gives the memory of caches.
-        credentials: TLS.
-    """
+    """Serve it on a unix socket; with credentials, on a port of the loopback."""
     path = folder / "exchange" if carrier == "socket" else None
     verifier = ExchangeServicer(f"unix:{folder}/verifier", path, share)
     listener = None
@@ -318,8 +304,8 @@ async def fake_verifier(
             listener.close()
 
 
+# Gives a tree for a text; a message is sent as it is, and None refuses the sequence.
 Drafter = Callable[[list[int], random.Random], TokenTree | tree_pb2.TokenTree | None]
-"""Gives a tree for a text; a message is sent as it is, and None refuses the sequence."""
 
 
 class DrafterService:
@@ -370,15 +356,12 @@ class DrafterService:
         self.silent = False
 
     async def __aenter__(self) -> DrafterService:
-        """Return itself."""
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Leave."""
         await self.leave()
 
     def info(self, version: str, name: str | None = None) -> drafter_pb2.DrafterInfo:
-        """One of its drafters."""
         return drafter_pb2.DrafterInfo(
             name=name or self.name, version=version, method=self.mark, traffic_share=1.0
         )
@@ -401,7 +384,6 @@ class DrafterService:
                 await self.join()
 
     async def join(self) -> None:
-        """Join the verifier."""
         self.call = self.stub.Join()
         await self.call.write(exchange_pb2.JoinRequest(drafters=self.listed()))
         self.joined = (await self.call.read()).joined
@@ -418,14 +400,12 @@ class DrafterService:
         await until(lambda: self.infos in self.known())
 
     async def update(self, infos: list[drafter_pb2.DrafterInfo]) -> None:
-        """Announce other drafters."""
         self.infos = infos
         async with self.writing:
             await self.call.write(exchange_pb2.JoinRequest(drafters=self.listed()))
         await until(lambda: self.infos in self.known())
 
     async def send(self, **fields: Any) -> None:
-        """Send a message."""
         message = exchange_pb2.JoinRequest(**fields)
         if self.writer is None:
             async with self.writing:  # gRPC takes one message at a time
@@ -434,12 +414,10 @@ class DrafterService:
             self.write(message.SerializeToString())
 
     def write(self, frame: bytes) -> None:
-        """Write a frame to the socket."""
         assert self.writer is not None
         self.writer.write(len(frame).to_bytes(4, "little") + frame)
 
     async def leave(self) -> None:
-        """Break the connection."""
         if self.serving is None:
             return
         self.serving.cancel()

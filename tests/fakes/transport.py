@@ -32,7 +32,6 @@ class MockTransport:
     Args:
         reply: Continuation of every prompt: text, token ids, or a function from the prompt's text
             to that of the continuation.
-        context: Maximum length of prompt and continuation.
 
     A token is a byte (0 to 255); `END` ends each continuation. `requests` lists the requests, and
     `open_caches` counts the caches that were not released.

@@ -42,7 +42,6 @@ def next_token(tokens: list[int], seed: int = 0) -> int:
 
 
 def continuation(prompt: list[int], length: int, seed: int = 0) -> list[int]:
-    """What every generation must emit."""
     tokens = list(prompt)
     for _ in range(length):
         tokens.append(next_token(tokens, seed))
@@ -57,9 +56,9 @@ def status(
     return rpc_status.to_status(error.to_status())
 
 
+# A status, "reset": the connection breaks, "end": the stream ends, or "restart": a reset by a
+# process that loses its caches.
 Fault = grpc.StatusCode | grpc.Status | str
-"""A status, "reset": the connection breaks, "end": the stream ends, or "restart": a reset by a
-process that loses its caches."""
 
 
 class Watched:
@@ -91,8 +90,8 @@ class Cache:
     position: int  # output tokens of the generation so far
     finish_reason: int = 0
     streams: int = 0
+    # All that this cache has emitted.
     emitted: verifier_pb2.RoundResult = field(default_factory=verifier_pb2.RoundResult)
-    """All that this cache has emitted."""
 
     def step(self, result: verifier_pb2.RoundResult) -> int:
         """Emits one token into a result; returns it."""
@@ -115,7 +114,6 @@ class Cache:
         return token
 
     def after(self, position: int) -> verifier_pb2.RoundResult:
-        """What was emitted after a position."""
         result = verifier_pb2.RoundResult()
         result.CopyFrom(self.emitted)
         known = len(self.emitted.tokens) - (self.position - position)
@@ -431,11 +429,7 @@ def _message(round_: verifier_pb2.Round) -> verifier_pb2.GenerateResponse:
 
 
 class FakeRegistry(Watched, drafter_pb2_grpc.DrafterRegistryServiceServicer):
-    """Joins fake verifiers when it is asked to; `mode` selects a fault.
-
-    Args:
-        verifiers: The verifiers that can be joined, by address.
-    """
+    """Joins fake verifiers when it is asked to; `mode` selects a fault."""
 
     def __init__(self, verifiers: dict[str, FakeVerifier]) -> None:
         super().__init__()
@@ -490,7 +484,6 @@ class Service:
 
 
 def verifier_service(path: Path, verifier: FakeVerifier) -> Service:
-    """A service of a fake verifier."""
     return Service(
         path,
         lambda server: verifier_pb2_grpc.add_VerifierServiceServicer_to_server(verifier, server),
@@ -498,7 +491,6 @@ def verifier_service(path: Path, verifier: FakeVerifier) -> Service:
 
 
 def registry_service(path: Path, registry: FakeRegistry) -> Service:
-    """A service of a fake registry."""
 
     def register(server: grpc.aio.Server) -> None:
         drafter_pb2_grpc.add_DrafterRegistryServiceServicer_to_server(registry, server)

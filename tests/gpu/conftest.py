@@ -18,7 +18,6 @@ sys.path[:0] = [str(Path(__file__).parent / folder) for folder in ("kernels", "p
 
 @pytest.fixture(scope="session")
 def cuda() -> torch.device:
-    """The first CUDA device."""
     if not torch.cuda.is_available():
         pytest.skip("torch sees no CUDA device; on a machine with one, run make gpu-check")
     return torch.device("cuda", 0)

@@ -60,10 +60,8 @@ def names(wheel: Path) -> set[str]:
 @dataclass(frozen=True)
 class Distribution:
     sdist: Path
-    wheel: Path
-    """Built from the sdist."""
-    pure: Path
-    """Built from a clone where there is no compiler."""
+    wheel: Path  # built from the sdist
+    pure: Path  # built from a clone where there is no compiler
 
 
 @pytest.fixture(scope="module")

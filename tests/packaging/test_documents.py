@@ -14,17 +14,12 @@ from paceline.cli.main import COMMANDS, build_parser
 
 ROOT = Path(__file__).parents[2]
 
-FOREIGN = ("multiprocessing/connection.py",)
-"""Files of other projects that documents name."""
-
+FOREIGN = ("multiprocessing/connection.py",)  # files of other projects that documents name
+# Options of docker, vLLM and llama.cpp in backticks.
 FOREIGN_OPTIONS = {
     "--rm", "--model", "--reasoning-format", "--reasoning-parser", "--tool-call-parser",
 }  # fmt: skip
-"""Options of docker, vLLM and llama.cpp in backticks."""
-
-NO_COMMANDS = ("paceline drafts for vLLM",)
-"""Beginnings of lines of a log, which documents quote."""
-
+NO_COMMANDS = ("paceline drafts for vLLM",)  # beginnings of lines of a log, which documents quote
 _ENDS = "c|h|html|js|json|jsonl|md|proto|py|sh|svg|toml|yml"
 _FOLDERS = "bench|client|compose|docs|kernels|models|protos|services|tests|train"
 _BLOCK = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)

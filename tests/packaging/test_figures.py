@@ -30,9 +30,8 @@ FILES = sorted(RESULTS.glob("*.json"))
 PAGES = ("README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))))
 PAGES += tuple(str(page.relative_to(ROOT)) for page in sorted(ROOT.glob("models/*/*/README.md")))
 PICTURES = ("docs/images/speed.svg",)  # whose words are a paragraph
+# Pages whose every figure has a file. Elsewhere those of paragraphs that name one do.
 WHOLE = ("README.md", "docs/evidence.md", *PICTURES)
-"""Pages whose every figure has a file. Elsewhere those of paragraphs that name one do."""
-
 _NUMBER = r"\d+(?:,\d{3})*(?:\.\d+)?"
 _LIST = rf"{_NUMBER}(?:(?:,\s|\sand\s|\sor\s|\sto\s){_NUMBER})*"
 _COUNTS = r"(?<![\w.,-])" + _LIST.replace(r"(?:\.\d+)?", "")
@@ -70,7 +69,6 @@ def paths(template: str) -> Iterator[str]:
 
 
 def values(found: Any, path: str) -> Iterator[float]:
-    """All numbers at a path."""
     if not path:
         assert isinstance(found, int | float), f"{found!r} is no number"
         yield found

@@ -20,11 +20,9 @@ GIVEN_UP = (
     *("TreeSegment", "LevelSegment", "ContextSegment", "chain_segments", "BlockTables", "CBlock"),
     *("BlockFormat", "RowBlock", "BLOCK_INS", "BLOCK_ROWS", "MAX_BLOCK", "BLOCK_TOKENS"),
     *("StateBlock", "Followers", "follow_rank_0", "_Seat", "Running"),
-)
-"""Names that had a word with another meaning."""
-
+)  # names that had a word with another meaning
+# Structures of ctypes: their fields are no statements that a docstring could follow.
 NO_STATEMENTS = ("DraftText",)
-"""Structures of ctypes: their fields are no statements that a docstring could follow."""
 
 
 @cache

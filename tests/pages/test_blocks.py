@@ -18,18 +18,13 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PORTS = (7431, 7432, 8080)
+# Variables that the blocks get from the caller: paths, language, how packages are downloaded.
 KEPT = re.compile(r"PATH|PYTHONPATH|LANG|TERM|(https?|no)_proxy|PIP_.*|HF_.*|SSL_.*", re.IGNORECASE)
-"""Variables that the blocks get from the caller: paths, language, how packages are downloaded."""
-
-NOT_RUN = {"make test": "these tests are a part of it"}
-"""Lines that are left out, and why."""
-
+NOT_RUN = {"make test": "these tests are a part of it"}  # lines that are left out, and why
 SAID = {
     "README.md": ("identical", "deque"),
     "docs/getting-started.md": ("A deque is", "dspark: ", "identical tokens: yes"),
-}
-"""What the output of a page must have in it."""
-
+}  # what the output of a page must have in it
 _BLOCK = re.compile(r"^```(sh|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

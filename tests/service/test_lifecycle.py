@@ -13,14 +13,7 @@ from google.protobuf.wrappers_pb2 import StringValue
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from paceline.service import (
-    Gate,
-    OptionsError,
-    ServerOptions,
-    ServiceError,
-    limits,
-    run_server,
-)
+from paceline.service import Gate, OptionsError, ServerOptions, ServiceError, limits, run_server
 
 from .conftest import Serve, ToyProcess
 from .toy import Toy, ask, call, echo, open_stream

@@ -34,7 +34,6 @@ def get(
 
 
 def rpcs(address: str, **headers: str) -> dict[tuple[str, str, str], float]:
-    """Calls by method, code and reason."""
     text = get(address, **headers).read().decode()
     return {
         (s.labels["rpc_method"], s.labels["code"], s.labels["reason"]): s.value
@@ -163,7 +162,6 @@ async def test_connections_that_do_not_end_are_few(serve: Serve) -> None:
 
 
 async def test_a_request_that_drips_is_ended(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Although it is never idle."""
     monkeypatch.setattr(limits, "METRICS_SECONDS", 1.0)
     address = free_address()
     await serve(metrics_address=address)

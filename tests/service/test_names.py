@@ -5,9 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import opentelemetry.semconv
-from opentelemetry.semconv._incubating.attributes.gen_ai_attributes import (
-    GenAiOperationNameValues,
-)
+from opentelemetry.semconv._incubating.attributes.gen_ai_attributes import GenAiOperationNameValues
 from opentelemetry.semconv._incubating.attributes.rpc_attributes import RpcSystemNameValues
 from opentelemetry.semconv.schemas import Schemas
 

@@ -6,11 +6,7 @@ from typing import Any
 
 import pytest
 
-from paceline.service import (
-    OptionsError,
-    ServerOptions,
-    add_server_arguments,
-)
+from paceline.service import OptionsError, ServerOptions, add_server_arguments
 
 TLS: dict[str, Any] = {"tls_cert": Path("cert.pem"), "tls_key": Path("key.pem")}
 

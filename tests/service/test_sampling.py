@@ -107,8 +107,7 @@ def test_rejection_at_the_lowest_temperatures_is_greedy() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [{"mode": 77}, {"temperature": -1.0}, {"top_p": 1.5}, {"regex": "a", "grammar": "b"}],
+    "fields", [{"mode": 77}, {"temperature": -1.0}, {"top_p": 1.5}, {"regex": "a", "grammar": "b"}]
 )
 def test_a_message_is_checked(fields: dict[str, Any]) -> None:
     with pytest.raises(ParameterError):

@@ -53,9 +53,7 @@ async def test_mtls_serves_only_certificates_of_its_authority(
     serve: Serve, pki: dict[str, Pair], dial: Callable[..., grpc.aio.Channel]
 ) -> None:
     served = await serve(
-        tls_cert=pki["server"].cert,
-        tls_key=pki["server"].key,
-        tls_client_ca=pki["authority"].cert,
+        tls_cert=pki["server"].cert, tls_key=pki["server"].key, tls_client_ca=pki["authority"].cert
     )
     owners = []
     for who in ("client", "client", "colleague"):

@@ -106,7 +106,6 @@ def _attributes(pairs: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print what comes, until killed."""
     with collecting(sys.argv[1]) as collector:
         printed = 0
         while True:

@@ -25,8 +25,8 @@ from paceline.drafter.methods.mtp import MtpConfig, MtpModel, save_mtp
 from paceline.v1 import verifier_pb2, verifier_pb2_grpc
 
 THREADS = {"OMP_NUM_THREADS": "1"}
+# Drafts in every round, on any machine, for tests of drafting.
 EAGER = DraftOptions(timeout=60, adaptive=False)
-"""Drafts in every round, on any machine, for tests of drafting."""
 HOSTILE = (
     "random-tree",
     "always-wrong",
@@ -35,8 +35,7 @@ HOSTILE = (
     "changing",
     "malformed",
     "failing",
-)
-"""Drafting methods that must not matter, of tests/drafter/adversaries.py."""
+)  # drafting methods that must not matter, of tests/drafter/adversaries.py
 
 
 def write_layer(target: Path, folder: Path) -> Path:
@@ -63,7 +62,6 @@ def write_block(target: Path, folder: Path, **fields: Any) -> Path:
 
 
 def write_states(target: Path, folder: Path) -> Path:
-    """An EAGLE-3 layer of random weights."""
     torch.manual_seed(0)
     config = Eagle3Config.for_target(target, taps=(0, 1))
     weights = Eagle3Model(config).state_dict()
@@ -123,7 +121,6 @@ async def generate_and(
 
 
 def ids_of(results: Sequence[GenerationResult]) -> list[list[int]]:
-    """The tokens of each result."""
     return [result.token_ids for result in results]
 
 
@@ -170,8 +167,7 @@ def wait_joined(address: str, count: int = 1) -> list[verifier_pb2.JoinedService
     return joined
 
 
-SPAWNED: set[int] = set()
-"""Process ids of all services that these tests started."""
+SPAWNED: set[int] = set()  # process ids of all services that these tests started
 
 
 def open_segments(*pids: int) -> set[tuple[int, str]]:

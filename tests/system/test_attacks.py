@@ -257,7 +257,6 @@ async def followers(channel: Any, path: Path, rng: random.Random) -> None:
 
 
 async def silent_streams(channel: Any, path: Path, rng: random.Random) -> None:
-    """A thousand streams that say nothing."""
     stub = verifier_pb2_grpc.VerifierServiceStub(channel)
     calls = [stub.Generate() for _ in range(1000)]
     await asyncio.sleep(0.5)

@@ -37,17 +37,14 @@ SELFSPEC = {
     "chosen": "kv=map,kv_policy=verified",
     "followed": "kv=follow,kv_policy=chunk_topk",
     "pages": "kv=follow,kv_policy=quest",
-}
-"""Self-speculation with each source of KV."""
+}  # self-speculation with each source of KV
 DRAFTERS = ("lm", *SELFSPEC)
-MAPPING = ("mapped", "chosen")
-"""Those that can be opened over the Unix socket only."""
+MAPPING = ("mapped", "chosen")  # those that can be opened over the Unix socket only
 CARRIERS = {
     "socket": (verifier_pb2.CARRIER_SOCKET, ()),
     # Abstract sockets belong to a network namespace; sockets with a path do not.
     "stream": (verifier_pb2.CARRIER_STREAM, ("unshare", "--user", "--map-root-user", "--net")),
-}
-"""How a drafter's messages travel, and the command that makes it so."""
+}  # how a drafter's messages travel, and the command that makes it so
 
 
 def loads(models: dict[str, Path], names: Sequence[str], prefix: str = "") -> list[str]:

@@ -13,8 +13,8 @@ from paceline.harness import ServiceProcess
 CONNECTIONS = 1000
 MAX_GROWTH = 64 << 20
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+# What connections have sent: nothing, a part of a head, a part of a body.
 STATES = (b"", HEAD[:40], HEAD + b"Content-Length: 100\r\n\r\n{")
-"""What connections have sent: nothing, a part of a head, a part of a body."""
 
 
 async def test_a_thousand_idle_and_half_open_connections(

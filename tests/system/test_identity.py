@@ -5,15 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from system_support import (
-    EAGER,
-    HOSTILE,
-    THREADS,
-    generate_all,
-    ids_of,
-    make_prompts,
-    reference,
-)
+from system_support import EAGER, HOSTILE, THREADS, generate_all, ids_of, make_prompts, reference
 from tiny_models import FAMILIES
 
 from paceline.client import Client
@@ -40,11 +32,7 @@ SAMPLINGS = {
 @pytest.mark.parametrize("count", [12, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_greedy_equals_transformers(
-    family: str,
-    count: int,
-    models: dict[str, Path],
-    verifiers: Verifiers,
-    drafter: ServiceProcess,
+    family: str, count: int, models: dict[str, Path], verifiers: Verifiers, drafter: ServiceProcess
 ) -> None:
     """64 tokens in fp32 for each prompt, no drafter and every drafter, 8 at a time."""
     prompts = make_prompts(count)

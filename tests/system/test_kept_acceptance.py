@@ -19,8 +19,8 @@ from paceline.harness import ServiceProcess
 
 TOKENS, EVENT = 128, 32
 PROMPT = [5, 9, 2, 77, 31, 8, 40, 3] * 20
+# Few likely tokens, so that drafters of random weights are sometimes right too.
 BIAS = {3: 6.0, 7: 6.0, 11: 6.0, 40: 6.0}
-"""Few likely tokens, so that drafters of random weights are sometimes right too."""
 METHODS = {
     "lm": "lm:{small}",
     "longspec": "longspec:{layer},target={target},context=20",
@@ -29,9 +29,9 @@ METHODS = {
     "ngram": "ngram",
 }
 NAMES = (*METHODS, "local")
+# Drafters that learn how often their guesses in a text are right: after a loss they learn anew, so
+# a tree may have other nodes, but as many are accepted.
 LEARNS = ("ngram", "local")
-"""Drafters that learn how often their guesses in a text are right: after a loss they learn anew, so
-a tree may have other nodes, but as many are accepted."""
 
 
 @dataclass
@@ -133,10 +133,7 @@ async def write_all(services: Services, act: Callable[[Client], None] | None) ->
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(
             Client(
-                address,
-                drafter_address=services.drafter.address,
-                drafting=EAGER,
-                unread_chunks=2,
+                address, drafter_address=services.drafter.address, drafting=EAGER, unread_chunks=2
             )
         )
         await client.model()

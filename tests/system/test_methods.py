@@ -47,11 +47,9 @@ SHAPES = (
     "mtp",
     "selfspec-mapped",
     "selfspec-quest",
-)
-"""Methods that are tested with every family's shapes."""
-
+)  # methods that are tested with every family's shapes
+# Bytes per position on the wire by type of the cache: two heads of 16 numbers, keys and values.
 POSITION_BYTES = {"auto": 256, "int8": 80}
-"""Bytes per position on the wire by type of the cache: two heads of 16 numbers, keys and values."""
 SAMPLED = {
     "temperature": 0.7,
     "top_p": 0.9,

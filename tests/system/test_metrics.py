@@ -19,8 +19,7 @@ from paceline.harness import ServiceProcess
 from paceline.v1 import drafter_pb2, drafter_pb2_grpc
 
 TOKENS = 48
-SHARED = {("specdec_rpcs_total", "counter")}
-"""What all services report."""
+SHARED = {("specdec_rpcs_total", "counter")}  # what all services report
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
@@ -33,7 +32,6 @@ class Endpoint:
         self.samples: Samples = {}
 
     def scrape(self) -> None:
-        """Read all samples."""
         with urllib.request.urlopen(f"http://{self.address}/metrics", timeout=60) as response:
             text = response.read().decode()
         self.samples = {

@@ -31,14 +31,11 @@ class Secured:
     expired: Pair
     stranger: Pair
     address: str
-    late: str
-    """Address of a verifier whose own certificate has expired."""
+    late: str  # address of a verifier whose own certificate has expired
 
     def tls(self, who: Pair | None, authority: Authority | None = None) -> TlsOptions:
         return TlsOptions(
-            ca=(authority or self.authority).cert,
-            cert=who and who.cert,
-            key=who and who.key,
+            ca=(authority or self.authority).cert, cert=who and who.cert, key=who and who.key
         )
 
 

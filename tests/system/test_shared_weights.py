@@ -36,7 +36,6 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def private_bytes(process: ServiceProcess) -> int:
-    """Memory that is this process's alone."""
     lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
     return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
 

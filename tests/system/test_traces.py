@@ -36,10 +36,7 @@ def services(
 
 
 @pytest.fixture(scope="module")
-def traced(
-    models: dict[str, Path],
-) -> Iterator[tuple[Collector, ServiceProcess, ServiceProcess]]:
-    """Services that export to a collector."""
+def traced(models: dict[str, Path]) -> Iterator[tuple[Collector, ServiceProcess, ServiceProcess]]:
     with collecting() as collector:
         verifier, drafter = services(models, collector.environment)
         with verifier, drafter:

@@ -17,7 +17,6 @@ TOKENS = 24
 
 
 def widen(target: Path, output: Path, *drafters: Path) -> None:
-    """Give the command."""
     words = ["bench", "widen", "--target", str(target), "--output", str(output), "--factor", "4"]
     assert main([*words, *(f"--drafter={folder}" for folder in drafters)]) == 0
 

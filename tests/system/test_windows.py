@@ -10,9 +10,8 @@ import pytest
 from paceline.client import Client, DraftOptions
 from paceline.harness import ServiceProcess, local_services
 
+# Gemma 3 270M, whose window is 512 tokens.
 MODEL = Path(os.environ.get("PACELINE_REAL", ""), "gemma270.gguf")
-"""Gemma 3 270M, whose window is 512 tokens."""
-
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
@@ -20,19 +19,16 @@ pytestmark = [
     ),
 ]
 
-LENGTH = 2000
-"""Tokens of a text, with its prompt."""
+LENGTH = 2000  # tokens of a text, with its prompt
 DOCS = Path(__file__).parents[2] / "docs"
+# Prompts: a document and its first tokens; and temperatures.
 TEXTS = (("sampling", 900, 0.0), ("kv", 1300, 0.7), ("http", 1600, 0.0), ("drafters", 1800, 0.7))
-"""Prompts: a document and its first tokens; and temperatures."""
-
 DRAFTERS = {
     "ngram": "ngram",
     "deep": f"lm:{MODEL},widths=2,1,depth=64,max_nodes=65,min_survival=0",
     "int4": f"lm:{MODEL},weights=int4,widths=4,2,depth=24,max_nodes=48,min_survival=0",
     "selfspec": f"selfspec:{MODEL},depth=32,min_survival=0",
-}
-"""Trees of siblings beside paths that are deeper than default ones, and chains."""
+}  # trees of siblings beside paths that are deeper than default ones, and chains
 
 
 @pytest.fixture(scope="module", params=["one at a time", "at once"])

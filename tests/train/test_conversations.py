@@ -58,7 +58,6 @@ def short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def instruct(target: Path) -> Path:
-    """The target with a chat template."""
     tokenizer = load_tokenizer(target)
     tokenizer.chat_template = _TEMPLATE
     tokenizer.save_pretrained(target)

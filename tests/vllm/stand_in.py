@@ -18,8 +18,7 @@ from paceline.vllm import PacelineProposer
 VOCAB = 1000
 CONTEXT = 512
 
-Target = Callable[[Sequence[int]], int]
-"""The target's next token of a text."""
+Target = Callable[[Sequence[int]], int]  # the target's next token of a text
 
 
 def config(model: str = "missing", tokens: int = 8, rank: int = 0, ranks: int = 1) -> Any:
@@ -27,10 +26,7 @@ def config(model: str = "missing", tokens: int = 8, rank: int = 0, ranks: int = 
     return SimpleNamespace(
         speculative_config=SimpleNamespace(num_speculative_tokens=tokens),
         model_config=SimpleNamespace(
-            model=model,
-            served_model_name="m",
-            max_model_len=CONTEXT,
-            get_vocab_size=lambda: VOCAB,
+            model=model, served_model_name="m", max_model_len=CONTEXT, get_vocab_size=lambda: VOCAB
         ),
         parallel_config=SimpleNamespace(rank=rank, tensor_parallel_size=ranks),
         device_config=SimpleNamespace(device_type="cuda"),
@@ -60,7 +56,6 @@ class Request:
 
     @property
     def output(self) -> list[int]:
-        """The tokens that it generated."""
         return self.tokens[self.prompt :]
 
 
@@ -78,7 +73,6 @@ class Batch:
         self._ended = time.perf_counter()
 
     def add(self, *requests: Request) -> None:
-        """Add requests to the batch."""
         self.rows += requests
 
     def step(self) -> None:
@@ -139,16 +133,13 @@ def expected(target: Target, request: Request) -> list[int]:
     return text[request.prompt :]
 
 
+# The tree for a text; None: the round is never answered.
 Draft = Callable[[list[int], exchange_pb2.DraftRound], tree_pb2.TokenTree | None]
-"""The tree for a text; None: the round is never answered."""
 
 
 def chain(tokens: Sequence[int], confidence: float = 0.9) -> tree_pb2.TokenTree:
-    """A tree of one path."""
     return tree_pb2.TokenTree(
-        tokens=tokens,
-        parents=range(-1, len(tokens) - 1),
-        confidences=[confidence] * len(tokens),
+        tokens=tokens, parents=range(-1, len(tokens) - 1), confidences=[confidence] * len(tokens)
     )
 
 
@@ -200,7 +191,6 @@ class Service:
 
     @property
     def rounds(self) -> int:
-        """Trees that it was asked for."""
         return len(self.timeouts)
 
     def announce(self, *drafters: drafter_pb2.DrafterInfo) -> None:
@@ -209,7 +199,6 @@ class Service:
         self._outgoing.put(exchange_pb2.JoinRequest(drafters=listed))
 
     def close(self) -> None:
-        """End the call."""
         self._call.cancel()
         self._channel.close()
         self.ended.wait(10)

@@ -169,10 +169,7 @@ def test_a_wrong_tree_ends_the_connection_and_no_request(
             ["hidden states", "dspark"],
         ),
         (drafter_pb2.DrafterInfo(name="d", method="longspec", reads_kv=True), ["KV", "longspec"]),
-        (
-            drafter_pb2.DrafterInfo(name="d", method="x", scored_layers=[0], kv_policy="p"),
-            ["KV"],
-        ),
+        (drafter_pb2.DrafterInfo(name="d", method="x", scored_layers=[0], kv_policy="p"), ["KV"]),
     ],
     ids=["tokenizer", "hidden-states", "kv", "scores"],
 )
@@ -366,11 +363,7 @@ def test_ended_texts_are_forgotten_without_a_step(served: PacelineProposer) -> N
 
 @pytest.mark.parametrize(
     "broken",
-    [
-        {"speculative_config": None},
-        {"model_config": object()},
-        {"parallel_config": object()},
-    ],
+    [{"speculative_config": None}, {"model_config": object()}, {"parallel_config": object()}],
     ids=lambda each: next(iter(each)),
 )
 def test_another_interface_is_refused_with_the_versions_tried(

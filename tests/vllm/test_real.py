@@ -46,7 +46,6 @@ PROMPTS = (
 
 @pytest.fixture(scope="module")
 def model() -> Path:
-    """The folder of SmolLM2."""
     command = [sys.executable, "-m", "paceline.cli.main", "fetch", "smollm2", "--format", "folder"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -63,7 +62,6 @@ def free_port() -> int:
 def vllm(
     model: Path, log: Path, speculative: dict[str, Any] | None, **variables: str
 ) -> Iterator[str]:
-    """vLLM's server; yields its URL."""
     process, url = begin(model, log, speculative, variables)
     try:
         try:
@@ -168,7 +166,6 @@ def ask(
 
 
 def scraped(url: str) -> dict[tuple[str, ...], float]:
-    """Accepted tokens by drafter and version."""
     with urllib.request.urlopen(url) as answer:
         text = answer.read().decode()
     pattern = (
@@ -179,7 +176,6 @@ def scraped(url: str) -> dict[tuple[str, ...], float]:
 
 @pytest.fixture(scope="module")
 def texts(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """What vLLM answers without drafts."""
     with vllm(model, tmp_path_factory.mktemp("vllm") / "plain.log", None) as url:
         return [ask(url, prompt) for prompt in PROMPTS]
 
@@ -208,7 +204,6 @@ class Running:
         return scraped(self.metrics).get((name, version), 0.0)
 
     def joined(self) -> int:
-        """How often a service has joined."""
         return self.log.read_text(errors="replace").count("a drafter service joined")
 
 

@@ -47,7 +47,6 @@ _OF_RIVALS = ("llama_model", "openvino_model", "vllm_python", *_LLAMA_PROGRAMS, 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the sub-commands."""
     commands = parser.add_subparsers(dest="bench_command", required=True, metavar="COMMAND")
 
     def add(name: str, text: str, tokens: int = 0, repeats: int = 0) -> Any:
@@ -293,7 +292,6 @@ def _check_step(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the sub-command; returns its exit code."""
     # Models that run in this process get huge pages, as in the services.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     _check_options(args)

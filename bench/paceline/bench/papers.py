@@ -67,7 +67,6 @@ Samples = dict[str, dict[str, dict[float, Pairs]]]  # by arm, measure, and place
 
 
 def samples() -> Samples:
-    """Make an empty collection of samples."""
     return defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
 
 
@@ -227,7 +226,6 @@ class Bench:
 
     @cached_property
     def target(self) -> Decoder:
-        """The target in this process."""
         return Decoder.load(self.source, self.weights)
 
     def given(self, default: Mapping[str, str]) -> dict[str, str]:
@@ -369,7 +367,6 @@ async def _serve(
 
 
 def _services(bench: Bench, specs: Mapping[str, str], **options: bool) -> PacelineServices:
-    """Make services whose drafters draft alone."""
     alone = ["--sources=none"]
     return PacelineServices(bench.models.target, bench.weights, specs, verifier=alone, **options)
 
@@ -529,7 +526,6 @@ EXPERIMENTS: dict[str, Callable[[Bench], None]] = {
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure one experiment."""
     bench = Bench(args)
     EXPERIMENTS[args.experiment](bench)
     bench.console.print(f"written to {bench.results.file}")

@@ -54,14 +54,12 @@ class ReferenceRows:
     def add_norm(
         self, x: Tensor, delta: Tensor | IntSums | None, norm: Norm, dtype: torch.dtype
     ) -> Tensor:
-        """Add and normalise."""
         delta = _scaled(delta)
         if delta is not None:
             x += delta
         return normalised(x, norm).to(dtype)
 
     def gate(self, gate_up: Tensor | IntSums) -> Tensor:
-        """Gate."""
         gate_up = _scaled(gate_up)
         gate, up = gate_up.float().chunk(2, dim=-1)
         return silu(gate).mul_(up).to(gate_up.dtype)
@@ -75,7 +73,6 @@ class ReferenceRows:
         keys: Sequence[Plane],
         values: Sequence[Plane],
     ) -> Tensor:
-        """Rotate, and write keys and values."""
         heads = _scaled(heads)
         dim, kv_heads = table.shape[1], keys[0].shape[0]
         heads = heads[: plan.rows].view(plan.rows, -1, dim)
@@ -109,7 +106,6 @@ class ReferenceKernels:
     rows = ReferenceRows()
 
     def attend(self, call: AttentionCall) -> None:
-        """Attend, block by block."""
         plan = call.plan
         for index, block in enumerate(plan.blocks):
             rows = slice(plan.offsets[index], plan.offsets[index + 1])
@@ -130,7 +126,6 @@ class ReferenceKernels:
         record_scores(call, call.probes)
 
     def quantise_rows(self, x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """Rotate rows and round them: the definition."""
         turned = rotate(x.float(), size)
         largest = turned.abs().amax(1, keepdim=True)
         finite = largest.isfinite()
@@ -144,7 +139,6 @@ class ReferenceKernels:
     def scale_sums(
         self, sums: Tensor, rows: Tensor, outs: Tensor, bias: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
-        """Scale integer sums."""
         wide = sums[: len(rows), : len(outs)].float() * rows[:, None] * outs
         return (wide if bias is None else wide + bias).to(dtype)
 
@@ -162,14 +156,12 @@ class ReferenceKernels:
         positions: Sequence[int],
         ids: Tensor | None,
     ) -> Tensor:
-        """Filter and perturb on the CPU."""
         ids = None if ids is None else ids.cpu()
         return perturbed_logits(logits.cpu(), params, positions, ids).to(logits.device)
 
     def accept_drafts(
         self, scores: Tensor, tokens: Tensor, drafts: NDArray[np.int64], chances: NDArray[np.int64]
     ) -> None:
-        """Accept or resample on the CPU."""
         which, places = np.divmod(chances[0], scores.shape[1])
         probabilities = chances[1].astype(np.int32).view(np.float32)
         for draft, (row, token, seed, position, _) in enumerate(drafts.tolist()):

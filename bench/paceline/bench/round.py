@@ -53,10 +53,9 @@ class Clocks:
 
     def __init__(self, service: VerifierService) -> None:
         """Put clocks around the methods of a service's engine that is not yet started."""
+        # Seconds by part of each such step, and its number of `sequences`.
         self.steps: list[dict[str, float]] = []
-        """Seconds by part of each such step, and its number of ``sequences``."""
-        self.drafter: int | None = None
-        """Process of the drafter service, once it runs."""
+        self.drafter: int | None = None  # process of the drafter service, once it runs
         self._left = time.process_time()
         self._step: dict[str, float] = defaultdict(float)
         self._sequences = 0
@@ -222,7 +221,6 @@ def _cpu_seconds(pid: int) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print and record."""
     console, models = make_console(), Models.of(args)
     specs = {"ngram": "ngram"}
     for text in drafters_for(models.target, "cpu", args.weights):

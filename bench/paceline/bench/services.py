@@ -29,7 +29,6 @@ class Services:
     drafter: ServiceProcess
 
     def client(self, drafting: DraftOptions | None = None) -> Client:
-        """A client of both."""
         return Client(
             self.verifier.address, drafter_address=self.drafter.address, drafting=drafting
         )

@@ -151,7 +151,6 @@ def _axes(name: str, shape: torch.Size, hidden: int, factor: int) -> list[Axis]:
 
 
 def _placed(tensor: Tensor, axes: list[Axis]) -> Tensor:
-    """The tensor with zeros after each part."""
     places = []
     for axis in axes:
         begin, found = 0, []

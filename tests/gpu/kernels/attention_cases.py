@@ -25,12 +25,10 @@ class Case:
 
     @property
     def scale(self) -> float:
-        """Factor on the scores."""
         return float(self.q.shape[2] ** -0.5)
 
 
 def random_tree(nodes: int) -> tuple[int, ...]:
-    """Parents of a random tree."""
     reach = int(torch.randint(1, 9, ()))
     return tuple(max(-1, node - 1 - int(torch.randint(0, reach, ()))) for node in range(nodes))
 
@@ -68,11 +66,7 @@ def _cache(
 
 
 def _pages(
-    device: torch.device,
-    blocks: Sequence[QueryBlock],
-    heads: int,
-    dim: int,
-    dtype: torch.dtype,
+    device: torch.device, blocks: Sequence[QueryBlock], heads: int, dim: int, dtype: torch.dtype
 ) -> tuple[list[PagedPlane], list[PagedPlane]]:
     """Pages of all sequences in random order, over one pool."""
     counts = [-(-block.stop // PAGE) for block in blocks]

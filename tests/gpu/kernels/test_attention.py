@@ -17,8 +17,7 @@ pytestmark = pytest.mark.gpu
 HEADS = [(4, 4), (8, 2), (32, 8), (28, 4), (5, 1)]
 BF16 = torch.bfloat16
 LONG = 131_072
-OTHERS = 2 << 30
-"""Memory that is left to tests in other processes. Unit: bytes."""
+OTHERS = 2 << 30  # memory that is left to tests in other processes. Unit: bytes.
 
 
 def check(case: Case) -> None:

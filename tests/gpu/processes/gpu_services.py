@@ -51,7 +51,6 @@ class Job:
 
 
 def demo_jobs() -> list[Job]:
-    """Two demo prompts greedily, two sampled."""
     from paceline.bench.prompts import demo_prompts
 
     prompts = demo_prompts(DEMO / "prompts", DEMO / "target")[:4]

@@ -63,7 +63,6 @@ class Process:
         )
 
     def answer(self, line: str = "") -> str:
-        """Its answer to a line."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         if line:

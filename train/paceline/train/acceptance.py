@@ -79,7 +79,6 @@ class Recording:
 
     @property
     def sampling(self) -> sampling_pb2.SamplingParams:
-        """Sampling parameters of the tokens."""
         return sampling_pb2.SamplingParams(temperature=self.temperature, seed=self.seed)
 
 
@@ -97,7 +96,6 @@ class TargetRecording:
 
     @property
     def continuation(self) -> list[int]:
-        """The generated tokens."""
         return self.tokens[self.prompt_length :]
 
 

@@ -24,9 +24,7 @@ class Rows(Protocol):
 
     position: Position
 
-    def next(self, rows: int, length: int, documents: int | None = None) -> Tensor:
-        """The next batch: int64, indices of tokens."""
-        ...
+    def next(self, rows: int, length: int, documents: int | None = None) -> Tensor: ...
 
     def seek(self, position: Position) -> None:
         """Go on from a position read earlier from `position`."""
@@ -56,13 +54,8 @@ class Batches:
     """
 
     def __init__(
-        self,
-        documents: Sequence[Sequence[int]],
-        separator: int,
-        seed: int = 0,
-        copied: float = 0.0,
+        self, documents: Sequence[Sequence[int]], separator: int, seed: int = 0, copied: float = 0.0
     ) -> None:
-        """`documents` are token ids without separators."""
         pieces = [[separator, *ids] for ids in documents]
         ends = np.cumsum([len(piece) for piece in pieces])
         self.stream = torch.tensor([token for piece in pieces for token in piece])
@@ -215,7 +208,6 @@ class Answers:
     def __init__(
         self, starts: Sequence[int], answers: Sequence[int], window: int, seed: int = 0
     ) -> None:
-        """Texts that lie one after the other."""
         self.position = Position()
         self._starts, self._ends = np.array(starts[:-1]), np.array(starts[1:])
         self._answers, self._window, self._seed = np.array(answers), window, seed

@@ -65,7 +65,6 @@ class TokenizedConversation:
 
     @property
     def tokens(self) -> list[int]:
-        """The whole text."""
         return [*self.prompt, *self.answer]
 
 
@@ -123,8 +122,7 @@ class Template:
             raise ValueError("the target has no chat template: own text needs an instruct model")
         self._tokenizer = tokenizer
         _, self._tail = self._around(None)
-        self.stop = self._encode(self._tail)[0]
-        """The token that ends a turn."""
+        self.stop = self._encode(self._tail)[0]  # the token that ends a turn
         turns = [{"role": "user", "content": "A"}, {"role": "assistant", "content": _MARK}]
         turns.append({"role": "user", "content": "B"})
         self._between = self._render(turns).split(_MARK)[1].rsplit("B", 1)[0]
@@ -137,7 +135,6 @@ class Template:
         return self._encode(self._around(question.system)[0] + question.text)
 
     def whole(self, question: Question) -> list[int]:
-        """Token ids of everything before the answer."""
         text = question.text + self._tail
         return self.head(replace(question, text=text))
 

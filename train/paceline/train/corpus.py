@@ -57,14 +57,9 @@ class Corpus:
         def rows(documents: tuple[Document, ...]) -> list[dict[str, str]]:
             return [{"path": d.path, "sha256": d.sha256} for d in documents]
 
-        return {
-            "source": self.source,
-            "train": rows(self.train),
-            "heldout": rows(self.heldout),
-        }
+        return {"source": self.source, "train": rows(self.train), "heldout": rows(self.heldout)}
 
     def write_manifest(self, path: Path) -> None:
-        """Write `manifest()` to `path` as JSON."""
         path.write_text(json.dumps(self.manifest(), indent=1) + "\n")
 
 

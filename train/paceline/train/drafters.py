@@ -64,7 +64,6 @@ class DrafterModel(ABC):
 
     @property
     def hidden_state_layers(self) -> Sequence[int]:
-        """Target layers whose outputs the drafter reads."""
         return ()
 
     def calibrate(self, heldout: Heldout) -> None:  # noqa: B027 - for those with confidences
@@ -85,7 +84,6 @@ class LayerDrafterModel(DrafterModel):
 
     @property
     def config(self) -> LayerShape:
-        """Shape of the layers."""
         return self.model.config
 
     @cached_property
@@ -286,7 +284,6 @@ class Objective:
 
     @property
     def rates(self) -> str:
-        """The learning rates, for a model card."""
         if self.muon_rate is None:
             return f"AdamW {self.adamw_rate:g}"
         return f"Muon {self.muon_rate:g} for matrices, AdamW {self.adamw_rate:g} for the rest"
@@ -335,12 +332,10 @@ def _read_best(path: Path) -> dict[str, Any]:
 
 
 def parameters(model: nn.Module) -> str:
-    """Number of parameters, for a model card."""
     return f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters"
 
 
 def machine() -> str:
-    """This machine's processors, for a model card."""
     return f"{usable_cpus()} threads of a processor {processor_name()}"
 
 

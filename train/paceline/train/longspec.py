@@ -64,7 +64,6 @@ class LaggedLayer(nn.Module):
     """
 
     def __init__(self, model: LongSpecModel) -> None:
-        """Train `model`."""
         super().__init__()
         self.model = model
 
@@ -241,7 +240,6 @@ class ChunkedDivergence(torch.autograd.Function):
 
 
 def divergence(hidden: Tensor, target: Tensor, head: Tensor, weights: Tensor) -> Tensor:
-    """Weighted mean KL(target || drafter), see :class:`ChunkedDivergence`."""
     value: Tensor = ChunkedDivergence.apply(hidden, target, head, weights)  # type: ignore[no-untyped-call]
     return value
 

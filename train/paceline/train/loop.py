@@ -40,7 +40,6 @@ class Clock:
     _recent: list[float] = field(default_factory=list)
 
     def add(self, seconds: float) -> None:
-        """Count one step of `seconds`."""
         if len(self._recent) >= 5:
             usual = median(self._recent)
             if seconds > _PAUSE_FACTOR * usual:
@@ -111,11 +110,9 @@ class Optimizer:
             part.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of both optimizers."""
         return {"parts": [part.state_dict() for part in self._parts]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a state written by `state_dict`."""
         for part, kept in zip(self._parts, state["parts"], strict=True):
             part.load_state_dict(kept)
 
@@ -252,7 +249,6 @@ def _report(progress: Progress, done: float) -> None:
 
 
 def _own(indices: Tensor, accelerator: Accelerator) -> Tensor:
-    """This process's rows of a batch."""
     count = accelerator.num_processes
     if len(indices) % count:
         raise ValueError(

@@ -78,7 +78,6 @@ def write_texts(
 
 
 def _finished(active: list[_Writing], stop: int | None) -> Iterator[tuple[int, list[int]]]:
-    """Take finished texts out of `active`."""
     for writing in list(active):
         if len(writing.written) >= writing.task.count or writing.tokens[-1] == stop:
             active.remove(writing)
@@ -99,7 +98,6 @@ def _read_prompt(decoder: Decoder, writing: _Writing) -> Tensor:
 
 
 def _step(decoder: Decoder, active: Sequence[_Writing]) -> None:
-    """Add one token to each text."""
     for writing in active:
         writing.cache.reserve(1)
     blocks = [QueryBlock(i, len(w.cache), None, 1) for i, w in enumerate(active)]
@@ -169,5 +167,4 @@ def random_prompts(
 
 
 def until(separator: int, text: list[int]) -> list[int]:
-    """`text` up to its first `separator`."""
     return text[: text.index(separator)] if separator in text else text

@@ -23,7 +23,6 @@ class Phase:
 
     @property
     def late(self) -> bool:
-        """Whether the time is over."""
         return time.monotonic() >= self._until
 
     @property

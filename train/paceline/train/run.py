@@ -163,12 +163,7 @@ class Progress:
     log: list[dict[str, float]] = field(default_factory=list)
 
     def summary(self) -> dict[str, float]:
-        """Steps, tokens and minutes of this run."""
-        return {
-            "steps": self.step,
-            "tokens": self.tokens,
-            "minutes": round(self.elapsed / 60, 1),
-        }
+        return {"steps": self.step, "tokens": self.tokens, "minutes": round(self.elapsed / 60, 1)}
 
     @property
     def description(self) -> str:

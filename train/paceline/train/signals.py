@@ -30,10 +30,8 @@ class TappedTarget:
         """Take a target's decoder and its files; `taps` are layers, 0 for the first."""
         device, config = decoder.device, decoder.config
         self.decoder = decoder
-        self.head = source.vocabulary(config.dtype)[1].to(device)
-        """LM head `[V, hidden]`."""
-        self.caches: list[LocalCache] = []
-        """Of the texts that were read last."""
+        self.head = source.vocabulary(config.dtype)[1].to(device)  # LM head `[V, hidden]`
+        self.caches: list[LocalCache] = []  # of the texts that were read last
         self._taps = tuple(taps)
 
     def embed(self, tokens: Tensor) -> Tensor:

@@ -129,7 +129,6 @@ class LayerTrainer(Trainer[P, D], Generic[P, D]):
         """The paragraph of a model card about losses, rates and stages."""
 
     def card(self, drafter: D, data: str, counts: str, objective: Objective, rounds: Rounds) -> str:
-        """The README.md of the drafter's folder."""
         return f"""# Paceline drafter: `{self.method}`
 
 Drafter method `{self.method}`. It works with one target only: `config.json` holds the target's

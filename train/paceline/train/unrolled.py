@@ -49,7 +49,6 @@ class Unrolled(nn.Module):
     """
 
     def __init__(self, model: FeedbackModel) -> None:
-        """Train `model`."""
         super().__init__()
         self.model = model
 

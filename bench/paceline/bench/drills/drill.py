@@ -21,7 +21,6 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        """Whether it ran and all checks held."""
         return not self.skipped and all(self.checks.values())
 
 

@@ -74,6 +74,4 @@ def _stall(load: Load) -> float:
     return round(stall, 2)
 
 
-DRILLS = [
-    Drill("three verifiers", "one is killed, one drained and one added", three_verifiers),
-]
+DRILLS = [Drill("three verifiers", "one is killed, one drained and one added", three_verifiers)]

@@ -32,12 +32,9 @@ class Load:
         self.drafted_rounds = 0
         self.failures: Counter[str] = Counter()
         self.fallbacks: Counter[str] = Counter()
-        self.versions: set[str] = set()
-        """Drafter versions whose trees were verified."""
-        self.verifiers: set[str] = set()
-        """Addresses of the verifiers that generated."""
-        self.slowest_stall = 0.0
-        """Longest time between two chunks of a text. Unit: seconds."""
+        self.versions: set[str] = set()  # drafter versions whose trees were verified
+        self.verifiers: set[str] = set()  # addresses of the verifiers that generated
+        self.slowest_stall = 0.0  # longest time between two chunks of a text. Unit: seconds.
         self._client = client
         self._texts = texts
         self._drafter = drafter
@@ -46,7 +43,6 @@ class Load:
         self._ended = asyncio.Event()
 
     async def more(self, generations: int) -> None:
-        """Wait until this many more have ended."""
         goal = self.finished + self.failures.total() + generations
         while self.finished + self.failures.total() < goal:
             await self._next_end()
@@ -77,7 +73,6 @@ class Load:
                 outcome.figures[name] = str(dict(counts))
 
     async def generate(self) -> None:
-        """Run one generation and count its outcome."""
         text = self._texts[next(self._next) % len(self._texts)]
         began = monotonic()
         generation = self._client.generate(

@@ -80,21 +80,16 @@ class World:
     """What all drills of a run share."""
 
     def __init__(self, target: Path, prompts: Path, work: Path, scale: Scale) -> None:
-        self.target = target
-        """Model folder."""
-        self.work = work
-        """Scratch folder."""
-        self.scale = scale
-        """Size of drills."""
-        self.chance = random.Random(1)
-        """Seeded source of random moments."""
+        self.target = target  # model folder
+        self.work = work  # scratch folder
+        self.scale = scale  # size of drills
+        self.chance = random.Random(1)  # seeded source of random moments
+        # Token ids.
         self.prompts = 2 * demo_prompts(prompts, target)  # each with two seeds
-        """Token ids."""
+        # What generations must produce, written by an undisturbed verifier.
         self.texts: list[Text] = []
-        """What generations must produce, written by an undisturbed verifier."""
 
     async def prepare(self) -> None:
-        """Write the expected texts."""
         self.texts = await self.write([prompt[:_PROMPT_TOKENS] for prompt in self.prompts])
 
     async def write(self, prompts: list[list[int]]) -> list[Text]:

@@ -115,7 +115,6 @@ class Pages:
         return other
 
     def layer(self, index: int) -> tuple[PagedPlane, PagedPlane]:
-        """Keys and values of a layer."""
         slots = self._tables.shape[1] * PAGE
         keys, values = (
             PagedPlane(self.pool[:, index, kind], self._tables, self._row, slots) for kind in (0, 1)

@@ -191,7 +191,6 @@ class Comparison:
         return int((found != wanted).any(1).sum())
 
     def again(self) -> int:
-        """Decode the same tokens alone once more."""
         return self._differing(self._alone())
 
     def chains(self, length: int) -> int:

@@ -207,7 +207,6 @@ def parts(drafter: Any, sequences: int) -> dict[str, Any]:
 
 
 def drafts(device: torch.device) -> None:
-    """Make the folders, draft, report."""
     if device.type == "cuda":
         device = torch.device("cuda", 0)
     large = device.type == "cuda"

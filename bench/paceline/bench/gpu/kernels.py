@@ -17,14 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from paceline.bench.gpu.cases import (
-    DRAFTED,
-    EIGHT_BILLION,
-    SMALL,
-    graphed,
-    median_ms,
-    report,
-)
+from paceline.bench.gpu.cases import DRAFTED, EIGHT_BILLION, SMALL, graphed, median_ms, report
 from paceline.decoder import DecoderConfig
 from paceline.decoder.products import FIXED_ROWS, use_library_without_splits
 from paceline.kernels.linear import multiply_floats
@@ -84,7 +77,6 @@ def measure_product(copies: Sequence[Product], x: Tensor) -> dict[str, Any]:
 
 @torch.inference_mode()
 def products(device: torch.device) -> None:
-    """Report every matrix in every way."""
     large = device.type == "cuda"
     small = replace(SMALL, hidden=64, intermediate=160, q_heads=2, head_dim=32, vocab_size=512)
     config = EIGHT_BILLION if large else small

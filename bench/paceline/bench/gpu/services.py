@@ -297,11 +297,7 @@ def drafters_by_sequences(config: DecoderConfig, names: Sequence[str]) -> dict[i
 
 
 async def measure_all(
-    address: str,
-    drafter: str,
-    names: Sequence[str],
-    config: DecoderConfig,
-    ends: float,
+    address: str, drafter: str, names: Sequence[str], config: DecoderConfig, ends: float
 ) -> tuple[dict[str, dict[str, float]], list[str]]:
     """Report every case.
 

@@ -24,8 +24,8 @@ class _Recorder(Scheduler):
 
     def __init__(self, scheduler: Scheduler) -> None:
         super().__init__(scheduler.costs.profiled, 255)
+        # Rounds by text, in the order in which the texts began.
         self.texts: dict[object, list[Round]] = {}
-        """Rounds by text, in the order in which the texts began."""
         self._jobs: Sequence[DraftedText] = ()
         self._trees: Sequence[TokenTree] = ()
         self._last = 0.0
@@ -91,20 +91,13 @@ async def record(
     """
     sources = [each for each in drafters.get(LOCAL.name, "").split(",") if each]
     service = build_service(
-        target,
-        weights=weights,
-        device="cpu",
-        sources=sources,
-        node_budget=nodes,
+        target, weights=weights, device="cpu", sources=sources, node_budget=nodes
     )
     engine: Any = service.engine
     recorder = _Recorder(engine._scheduler)
     engine._scheduler = recorder
     loads = {name: spec for name, spec in drafters.items() if name != LOCAL.name}
-    async with (
-        serving(service, loads) as (address, _),
-        Client(address, drafting=ALWAYS) as client,
-    ):
+    async with serving(service, loads) as (address, _), Client(address, drafting=ALWAYS) as client:
         found: dict[str, list[Text]] = {drafter: [] for drafter in (NONE, *drafters)}
         for place, (category, prompt) in enumerate([("", prompts[0][1]), *prompts]):
             texts = []

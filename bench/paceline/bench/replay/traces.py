@@ -40,7 +40,6 @@ class Text:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the text behind its first."""
         return sum(each.emitted for each in self.rounds)
 
 
@@ -54,14 +53,12 @@ class Traces:
     drafted: list[Text]  # the same texts with a tree in every round
 
     def save(self, path: Path) -> None:
-        """Write a compressed file."""
         path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps(_short(asdict(self)), separators=(",", ":")).encode()
         path.write_bytes(gzip.compress(text, mtime=0))
 
     @classmethod
     def load(cls, path: Path) -> Traces:
-        """Read a file of :meth:`save`."""
         found = json.loads(gzip.decompress(path.read_bytes()))
         for mode in ("plain", "drafted"):
             found[mode] = [
@@ -72,7 +69,6 @@ class Traces:
 
 
 def _short(value: Any) -> Any:
-    """The same with numbers of six digits."""
     if isinstance(value, dict):
         return {key: _short(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

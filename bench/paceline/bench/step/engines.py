@@ -42,9 +42,7 @@ class StepEngine(Protocol):
 
     name: str
 
-    def measure(self, context: int, rows: Sequence[int]) -> Figures:
-        """Figures behind `context` positions."""
-        ...
+    def measure(self, context: int, rows: Sequence[int]) -> Figures: ...
 
 
 class PacelineEngine:

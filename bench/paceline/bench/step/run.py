@@ -49,7 +49,6 @@ def measure(
     repeats: int,
     progress: Callable[[str], None],
 ) -> Cells:
-    """Figures of every engine."""
     runs: dict[tuple[int, StepEngine], list[dict[str, float]]] = defaultdict(list)
     for turn in range(repeats):
         for context in contexts:

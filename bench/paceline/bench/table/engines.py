@@ -75,9 +75,7 @@ class Contestant(Protocol):
 
     async def __aexit__(self, *error: object) -> None: ...
 
-    async def answer(self, mode: str, request: AnswerRequest) -> Answer:
-        """Answer one request in a mode."""
-        ...
+    async def answer(self, mode: str, request: AnswerRequest) -> Answer: ...
 
 
 class PacelineServices:

@@ -98,7 +98,6 @@ def ratio(cell: Cell, name: str, other: str) -> list[float] | None:
 
 
 def table(title: str, cell: Cell) -> Table:
-    """All contestants of a cell."""
     columns = (
         "runs",
         "tokens/s",
@@ -149,5 +148,4 @@ def _output(cell: Cell, name: str, group: str) -> str:
 
 
 def _plain(name: str) -> str:
-    """The same engine and weights without speculation."""
     return " ".join([*name.split()[:2], NONE])

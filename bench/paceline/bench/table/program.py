@@ -19,7 +19,6 @@ Generate = Callable[[dict[str, Any], Callable[[], None]], list[int]]
 
 
 def transformers(model: Path, eos: list[int]) -> Generate:
-    """The model in bfloat16."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.generation.streamers import BaseStreamer

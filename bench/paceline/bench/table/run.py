@@ -70,7 +70,6 @@ class Phase:
         return 1 if self.users == 1 else _TURNS * self.users
 
     def cell(self, category: str) -> str:
-        """Name of a cell."""
         users = "1 user" if self.users == 1 else f"{self.users} users"
         return f"{category}, T = {self.temperature:g}, {users}"
 
@@ -229,12 +228,7 @@ def run(args: argparse.Namespace) -> int:
     for place, phase in enumerate(phases):
         began = time.monotonic()
         share = phase.share / sum(each.share for each in phases[place:])
-        limits = Limits(
-            args.tokens,
-            began + share * (end - began),
-            partial(_wanted, args),
-            known,
-        )
+        limits = Limits(args.tokens, began + share * (end - began), partial(_wanted, args), known)
         chosen = choose(prompts, phase, args.categories)
         engines = list(contestants(args, models, source, phase))
         whole = uvloop.run(measure(phase, engines, chosen, warm_up, limits, record, console.log))
@@ -261,7 +255,6 @@ def choose(prompts: Prompts, phase: Phase, wanted: list[str]) -> Prompts:
 
 
 def _wanted(args: argparse.Namespace, name: str) -> bool:
-    """Whether a contestant takes part."""
     return not args.contestants or any(word in name for word in args.contestants)
 
 

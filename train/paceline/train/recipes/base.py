@@ -54,7 +54,6 @@ class Recipe(ABC, Generic[S]):
         """Add what the method has besides the arguments of every method."""
 
     def vary(self, preset: S, args: Namespace) -> S:
-        """The preset with the method's arguments."""
         return preset
 
     def load_trainer(self, target: Path, preset: S) -> Any:
@@ -142,5 +141,4 @@ class LayerRecipe(Recipe[P]):
 
 
 def given(**options: Any) -> dict[str, Any]:
-    """The options that the command line has."""
     return {name: value for name, value in options.items() if value is not None}

@@ -109,6 +109,5 @@ class DSparkRecipe(LayerRecipe[DSparkPreset]):
 
 
 def _losses(text: str) -> tuple[float, float, float]:
-    """Three weights of the losses of DSpark."""
     ce, tv, certainty = map(float, text.split(","))
     return ce, tv, certainty

@@ -48,7 +48,6 @@ class LongSpecPreset(LayerPreset):
 
     @property
     def trained_lags(self) -> tuple[int, ...]:
-        """The lags that training draws from."""
         return tuple(range(1, self.levels + 1)) if self.noise else (1,)
 
     @property
