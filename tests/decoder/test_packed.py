@@ -21,6 +21,7 @@ from paceline.decoder import (
     convert,
     open_model,
     prepare,
+    read_converted,
     store,
 )
 from paceline.decoder.model_source import cache_folder
@@ -191,14 +192,14 @@ def test_a_converted_folder_is_a_model(packed: Path, tmp_path: Path) -> None:
     assert not packed.exists()
     expected = logits(Decoder.load(TARGET, "int8"))
     for weights in ("auto", "int8"):
-        assert logits(prepare(tmp_path / "made", weights).decoder()).equal(expected)
+        assert logits(read_converted(tmp_path / "made", weights).decoder()).equal(expected)
     with pytest.raises(UnsupportedModelError, match="packed as 'int8', and is asked for as 'int4'"):
-        prepare(tmp_path / "made", "int4")
+        read_converted(tmp_path / "made", "int4")
     with pytest.raises(FileExistsError):
         convert(TARGET, tmp_path / "made")
     cut(tmp_path / "made", "weights.bin")
     with pytest.raises(UnsupportedModelError, match="cut off; make it again with `paceline conv"):
-        prepare(tmp_path / "made")
+        read_converted(tmp_path / "made")
 
 
 def test_other_files_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,8 +54,7 @@ def add_models_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_models(args: argparse.Namespace) -> int:
-    """List the packed models in the cache folder, or remove some; fails with code 1 if there is
-    none of a name."""
+    """List the packed models in the cache folder, or remove some."""
     from paceline.decoder.store import packed_models, remove_packed
 
     entries = packed_models()

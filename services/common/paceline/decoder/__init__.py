@@ -18,7 +18,13 @@ from paceline.decoder.model_source import ModelSource
 from paceline.decoder.pack import Packer
 from paceline.decoder.packed import PackedWeights
 from paceline.decoder.sources import load_config, open_model, weights_fingerprint
-from paceline.decoder.store import PackedModel, convert, prepare
+from paceline.decoder.store import (
+    PackedModel,
+    convert,
+    is_converted,
+    prepare,
+    read_converted,
+)
 from paceline.kernels import KVCacheView
 
 __all__ = [
@@ -42,9 +48,11 @@ __all__ = [
     "convert",
     "device_lost",
     "find_device",
+    "is_converted",
     "load_config",
     "open_model",
     "prepare",
+    "read_converted",
     "receive",
     "use_device",
     "wait_for",

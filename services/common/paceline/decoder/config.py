@@ -30,7 +30,7 @@ class UnsupportedModelError(ValueError):
 class DecoderConfig:
     """Shape and constants of a decoder-only transformer."""
 
-    model_type: str  # hugging Face model type
+    model_type: str  # Hugging Face model type
     layers: int  # number of transformer layers
     hidden: int  # width of the residual stream
     intermediate: int  # width of the feed-forward block
@@ -40,7 +40,6 @@ class DecoderConfig:
     vocab_size: int  # rows of the embedding and of the LM head
     max_position: int  # longest context of the model, in tokens
     norm_eps: float  # epsilon of every RMS norm
-
     # Inverse frequencies after scaling, one per pair of dimensions; 0: a pair that is not turned.
     rope_inv_freq: tuple[float, ...]
     rope_scaling: float  # factor on cosine and sine (YaRN's attention factor), else 1
@@ -50,28 +49,22 @@ class DecoderConfig:
     mlp_bias: bool  # whether the feed-forward projections have one
     qk_norm: bool  # whether q and k heads are RMS-normalised before RoPE
     tied: bool  # whether the LM head is the embedding
-
     # Tokens that end a text, from the generation config if there is one.
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None  # token that the tokenizer puts before a text, or None
     dtype: torch.dtype  # data type of hidden states, and of weights that are not quantised
     kv_dtype: torch.dtype  # data type of caches; int8 as in :mod:`paceline.kernels.caches`
-
     # Format of the matrices: float32, bfloat16, int8, int4, `MXFP4`, or gguf, each as in its GGUF
     # file.
     weights: str
-
     # Rotary embedding of each layer: 0 is the first, 1 that of `rope_local`; empty: 0.
     ropes: tuple[int, ...] = ()
-
     # Inverse frequencies of the second rotary embedding, or one for all pairs.
     rope_local: tuple[float, ...] = ()
-
     # Inverse frequencies of "longrope" for contexts up to `rope_short_context`.
     rope_short: tuple[float, ...] = ()
     rope_short_context: int = 0  # longest context of `rope_short`; 0: there are no such frequencies
     norm_offset: float = 0.0  # added to the weight of every norm
-
     # Whether the feed-forward activation is GELU (in its form with tanh), not SiLU.
     gelu: bool = False
     attention_scale: float | None = None  # factor on attention scores; None: `head_dim ** -0.5`
@@ -79,21 +72,16 @@ class DecoderConfig:
     logit_cap: float = 0.0  # soft cap of logits; 0: none
     logit_scale: float = 1.0  # factor on logits
     embedding_scale: float = 1.0  # factor on embedded tokens
-
     # Factor on what attention and feed-forward block add to the residual stream.
     residual_scale: float = 1.0
     experts: int = 0  # experts of a layer, each of width `intermediate`; 0: one feed-forward block
     experts_per_token: int = 0  # experts that a row is routed to
-
     # Whether their shares are a softmax over their scores, not over all.
     norm_topk_prob: bool = False
-
     # Limit of gates and ups in the feed-forward activation of gpt-oss; 0: another activation.
     swiglu_limit: float = 0.0
-
     # Layers with the gated delta rule instead of attention, rising.
     delta_layers: tuple[int, ...] = ()
-
     # Key heads, value heads, their widths, and taps of the convolution of these layers; see
     # :class:`paceline.kernels.DeltaShape`.
     delta_heads: tuple[int, ...] = ()

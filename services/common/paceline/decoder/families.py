@@ -97,7 +97,7 @@ class Family:
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     norm_offset: float = 0.0  # added to the weight of every norm
     partial_rope: bool = False  # whether the config's `partial_rotary_factor` is followed
-    neighbours: bool = False  # roPE turns neighbouring dimensions, not those half a head apart
+    neighbours: bool = False  # RoPE turns neighbouring dimensions, not those half a head apart
     local_rope: bool = False  # sliding layers have a rotary embedding of their own
 
     # Whether the feed-forward projections have a bias; None: the config's `mlp_bias`.

@@ -141,8 +141,7 @@ def prepare(
     model is packed in memory.
 
     Args:
-        path: A Hugging Face folder with safetensors weights, a GGUF file, or a folder that
-            :func:`convert` has written.
+        path: A Hugging Face folder with safetensors weights, or a GGUF file.
         weights: float32, bfloat16, int8, int4 or auto; see :meth:`Decoder.load`.
         lora: Folder of an adapter that is merged into it.
         device: Where it will run.
@@ -154,8 +153,6 @@ def prepare(
         FileNotFoundError: There is no such file, or the folder has no config.json.
     """
     path, lora = Path(path), str(Path(lora).resolve()) if lora else ""
-    if (path / _MODEL).is_file():
-        return _read_converted(path, weights, lora)
     if torch.device(device).type != "cpu":
         source = open_model(path, lora)
         return PackedModel(Description.of(source, lora, weights), source.tokenizer, None, source)
@@ -183,8 +180,8 @@ def convert(
     lora: str | Path | None = None,
     progress: Progress = lambda count, total: None,
 ) -> None:
-    """Pack a model into a folder, which :func:`prepare` reads. Raises ``OSError`` if it cannot be
-    written or is there already, and as :func:`prepare`."""
+    """Pack a model into a folder, which :func:`read_converted` reads. Raises ``OSError`` if it
+    cannot be written or is there already, and as :func:`prepare`."""
     folder.mkdir(parents=True)
     try:
         _write(folder, Path(path), weights, str(Path(lora).resolve()) if lora else "", progress)
@@ -219,7 +216,20 @@ def remove_packed(folder: Path) -> None:
     shutil.rmtree(folder)
 
 
-def _read_converted(path: Path, weights: str, lora: str) -> PackedModel:
+def is_converted(path: Path) -> bool:
+    """Whether a folder looks like one that :func:`convert` has written."""
+    return (path / _MODEL).is_file()
+
+
+def read_converted(
+    path: Path, weights: str = "auto", lora: str | Path | None = None
+) -> PackedModel:
+    """Read a folder that :func:`convert` has written.
+
+    Its content is trusted, so it must not be named by callers of a service. Raises
+    ``UnsupportedModelError`` if it is damaged, older than this version, or of other ``weights`` or
+    another adapter.
+    """
     try:
         model = _read(path)
     except (OSError, ValueError) as error:

@@ -18,7 +18,9 @@ from paceline.decoder import (
     GraphRunner,
     PackedModel,
     find_device,
+    is_converted,
     prepare,
+    read_converted,
     use_device,
 )
 from paceline.decoder.model import numerics_for
@@ -83,7 +85,11 @@ def load_model(target: Path, options: VerifierOptions) -> LoadedModel:
 
     def load() -> LoadedModel:
         phases.begin("reading the weights")
-        model = prepare(target, options.weights, options.lora, device, packing)
+        if is_converted(target):
+            model = read_converted(target, options.weights, options.lora)
+        else:
+            model = prepare(target, options.weights, options.lora, device, packing)
+        phases.begin("reading the weights")  # also after it was packed
         decoder = load_target(model, options, device)
         phases.begin("checking the model")
         info = read_model_info(
