@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BUDGET = {
     "kernels": 15_120,
     "services/common": 12_640,
-    "services/verifier": 10_810,
+    "services/verifier": 10_490,
     "services/drafter": 13_500,
     "client": 15_650,
     "train": 5_750,

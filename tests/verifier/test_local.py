@@ -215,7 +215,7 @@ async def test_a_service_is_not_asked_for_what_the_verifier_guesses(client: Clie
     assert service.opened, "unless a text names it"
 
 
-@pytest.mark.parametrize("method", ["propose", "extend"])
+@pytest.mark.parametrize("method", ["propose", "learn"])
 async def test_a_source_that_fails_ends_no_text(
     client: Client, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
