@@ -51,6 +51,9 @@ For each call, write a JSON object with the function's name and arguments inside
 {{"name": <function name>, "arguments": <object>}}
 </tool_call>"""
 
+# A word of `_Word` in a prompt, and the quotes around it.
+_SHOWN = re.compile(r"""(\\?["'])?(paceline\d+shown)(?(1)\1)""")
+
 _Way = Literal["variable", "field", "text"]
 """How tools reach a template: in variables of the template; in the field `tools` of the system
 message, as for Phi-4-mini; as text of the system message."""
@@ -228,14 +231,11 @@ class _Word(NamedTuple):
     quotes: tuple[str, ...] = ()  # around a word that is printed as a part of a value
 
 
-_WORD = re.compile(r"""(\\?["'])?(paceline\d+shown)(?(1)\1)""")
-
-
 def _lost(words: Sequence[_Word], text: str) -> Counter[_Of]:
     """Return of what a prompt does not show the words, and of how many each. Of arguments, some
     templates show those that the tool has."""
     quotes: dict[str, set[str]] = {}
-    for shown in _WORD.finditer(text):
+    for shown in _SHOWN.finditer(text):
         quotes.setdefault(shown[2], set()).add(shown[1])
     return Counter(
         each.of
