@@ -18,6 +18,8 @@ from cli.test_main import run_client_only
 from paceline.cli.doctor import examine
 from paceline.kernels import cpu_kernels
 
+DEMO = Path(__file__).parents[2] / "models" / "demo"
+
 
 def doctor(*words: str, level: str = "", **variables: str) -> str:
     environment = {name: value for name, value in os.environ.items() if "MAX_CPU_ISA" not in name}
@@ -71,6 +73,22 @@ def test_missing_kernels_are_noted(tmp_path: Path) -> None:
     (note,) = (note for note in found["notes"] if "no service starts" in note)
     assert "Install gcc" in note
     assert "wheel" in note
+
+
+def test_a_verifier_without_kernels_ends_with_one_error(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "paceline.cli.main", "verifier", "--address=127.0.0.1:0"),
+            f"--target={DEMO / 'target'}",
+        ],
+        env=os.environ | {"CC": "/nonexistent", "XDG_CACHE_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    (error,) = (line for line in done.stderr.splitlines() if "ERROR" in line)
+    assert "cannot serve: the CPU kernels are not compiled" in error
+    assert "Traceback" not in done.stderr
 
 
 def test_an_unsupported_level_is_a_note() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -116,21 +115,8 @@ async def test_a_verifier_serves_without_graphs_that_cannot_be_captured(
     assert {first.levelname, count.levelname} == {"WARNING"}
 
 
-@pytest.mark.parametrize(
-    ("kind", "device", "backend", "why"),
-    [
-        (Decoder, "cpu", "triton", "no GPU"),
-        (Decoder, "cuda", "dense", "Triton is missing"),
-        (Decoder, "cuda", "triton", ""),
-    ],
-)
-def test_graphs_need_a_gpu_and_its_kernels(
-    monkeypatch: pytest.MonkeyPatch, kind: type[Decoder], device: str, backend: str, why: str
-) -> None:
-    named = SimpleNamespace(name=backend)
-    monkeypatch.setattr("paceline.verifier.wiring.backend_for", lambda device: named)
-    decoder = object.__new__(kind)
-    decoder.device = torch.device(device)
-    found = why_no_graphs(decoder)
-    assert why in found
-    assert bool(found) is bool(why)
+def test_graphs_need_a_gpu() -> None:
+    decoder = object.__new__(Decoder)
+    for device, why in (("cpu", "there is no GPU here"), ("cuda", "")):
+        decoder.device = torch.device(device)
+        assert why_no_graphs(decoder) == why

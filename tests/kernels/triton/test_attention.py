@@ -81,7 +81,7 @@ def test_the_largest_tree_over_many_chunks() -> None:
 
 def test_paths_that_only_the_device_knows_are_those_of_the_same_trees() -> None:
     """In the tables of both backends, for starts in all parts of a mask."""
-    from paceline.kernels.attention import _hidden
+    from paceline.bench.reference import _hidden
     from paceline.kernels.triton.plan import PlanTables
 
     parents = [(-1, -1, 0, 0, 1, 2, 4, 2), (-1, -1, 1, 0, 0, 3, 2, 4), (-1, -1, 1, 1, 1, 2, 2, 2)]

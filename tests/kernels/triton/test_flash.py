@@ -11,8 +11,8 @@ import torch
 from reference import reference_attention
 from triton_cases import check, draw_caches, in_pages, run
 
-from paceline.kernels import AttentionBackend, AttentionCall, QueryBlock, plan_trees
-from paceline.kernels.attention import cuda_backend
+from paceline.kernels import AttentionCall, DeviceKernels, QueryBlock, plan_trees
+from paceline.kernels.devices import cuda_kernels
 
 PROMPTS = {
     "of two texts": ([QueryBlock(0, 300, None, 3), QueryBlock(1, 0, None, 7)], [303, 7]),
@@ -21,14 +21,14 @@ PROMPTS = {
 
 
 @pytest.fixture
-def backend(monkeypatch: pytest.MonkeyPatch) -> AttentionBackend:
+def backend(monkeypatch: pytest.MonkeyPatch) -> DeviceKernels:
     monkeypatch.setitem(sys.modules, "flash_attn", flash_package.module())
     flash_package.CALLS.clear()
-    return cuda_backend("flash_attn")
+    return cuda_kernels("flash_attn")
 
 
 @pytest.mark.parametrize("name", PROMPTS)
-def test_the_package_attends_to_prompts(backend: AttentionBackend, name: str) -> None:
+def test_the_package_attends_to_prompts(backend: DeviceKernels, name: str) -> None:
     torch.manual_seed(0)
     blocks, keys_seen = PROMPTS[name]
     blocks = [replace(block, final=True) for block in blocks]
@@ -40,7 +40,7 @@ def test_the_package_attends_to_prompts(backend: AttentionBackend, name: str) ->
     assert [(True, keys_seen)] == flash_package.CALLS
 
 
-def test_other_calls_are_left_to_the_kernels(backend: AttentionBackend) -> None:
+def test_other_calls_are_left_to_the_kernels(backend: DeviceKernels) -> None:
     """Of plain decoding, chains and trees, whose rows must have equal bits, and what the package
     does not do."""
     torch.manual_seed(0)
@@ -60,7 +60,7 @@ def test_other_calls_are_left_to_the_kernels(backend: AttentionBackend) -> None:
     assert not flash_package.CALLS
 
 
-def test_layers_share_a_plan(backend: AttentionBackend) -> None:
+def test_layers_share_a_plan(backend: DeviceKernels) -> None:
     """And two plans in turns do not take each other's."""
     torch.manual_seed(0)
     cases = []

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.kernels import (
-    AttentionBackend,
     AttentionCall,
+    DeviceKernels,
     PagedPlane,
     Probe,
     QueryBlock,
@@ -87,7 +87,7 @@ def run(
     values: Sequence[Plane],
     window: int | None,
     probes: Sequence[Probe] = (),
-    backend: AttentionBackend | None = None,
+    backend: DeviceKernels | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention and log-sum-exp by a backend; None: the Triton one."""

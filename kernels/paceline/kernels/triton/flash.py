@@ -64,7 +64,7 @@ class FlashAttention2(TritonKernels):
         self._batch: _Batch | None = None
 
     def attend(self, call: AttentionCall) -> None:
-        """See :class:`paceline.kernels.AttentionBackend`."""
+        """See :class:`paceline.kernels.DeviceKernels`."""
         if not self._can(call):
             super().attend(call)
             return
