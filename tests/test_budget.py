@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 BUDGET = {
-    "kernels": 15_120,
+    "kernels": 13_890,
     "services/common": 12_640,
     "services/verifier": 10_490,
     "services/drafter": 13_500,
