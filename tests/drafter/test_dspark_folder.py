@@ -138,20 +138,14 @@ def test_temperatures_that_no_head_has_are_refused(wrong: tuple[float, ...]) -> 
 
 
 @pytest.mark.parametrize("change", [{}, NO_HEADS, TEMPERATURES])
-@pytest.mark.parametrize("layout", [Layout.DEEPSPEC, Layout.SPECULATORS])
-def test_exports_are_read_back(tmp_path: Path, layout: Layout, change: dict[str, Any]) -> None:
+def test_what_is_written_is_read_back(tmp_path: Path, change: dict[str, Any]) -> None:
     config = replace(DSPARK, **change)
     weights = randomised(DSparkModel(config)).state_dict()
-    shared = torch.randn(V, D)  # a tied target: embedding and head are one tensor
-    save_dspark(
-        tmp_path, config, weights, REF, layout=layout, dtype=torch.float32,
-        frozen=(shared, shared) if layout is Layout.DEEPSPEC else None, notes={"steps": 3},
-    )  # fmt: skip
+    save_dspark(tmp_path, config, weights, REF, dtype=torch.float32, notes={"steps": 3})
     assert read_dspark(tmp_path) == (config, torch.float32)
     loaded = load_weights(tmp_path, config, DSparkModel, torch.float32)
     assert all(torch.equal(loaded[name], weights[name]) for name in weights)
-    stored = load_file(tmp_path / "model.safetensors")
-    assert ("lm_head.weight" in stored) == (layout is Layout.DEEPSPEC)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
     section = json.loads((tmp_path / "config.json").read_text())["paceline"]
     assert section["target_fingerprint"] == "f" * 64
     assert section["training"] == {"steps": 3}
@@ -168,22 +162,17 @@ def test_a_reduced_vocabulary_is_read_back(tmp_path: Path) -> None:
     assert torch.equal(
         load_weights(tmp_path, reduced, DSparkModel, torch.bfloat16)["d2t"], weights["d2t"]
     )
-    with pytest.raises(UnsupportedModelError, match="whole vocabulary"):
-        save_dspark(tmp_path, reduced, weights, REF, layout=Layout.DEEPSPEC)
     save_dspark(tmp_path, reduced, {**weights, "d2t": torch.zeros(9, dtype=torch.int64)}, REF)
     with pytest.raises(UnsupportedModelError, match="expected 9 rising token ids below 50"):
         load_weights(tmp_path, reduced, DSparkModel, torch.bfloat16)
 
 
-def test_exports_have_the_fields_of_the_other_projects(tmp_path: Path) -> None:
-    """Layer numbers in particular: the output of layer 0 is DeepSpec's 0 and speculators' 1."""
-    weights = randomised(DSparkModel(DSPARK)).state_dict()
-    for layout, published in ((Layout.DEEPSPEC, DEEPSPEC), (Layout.SPECULATORS, SPECULATORS)):
-        frozen = (torch.zeros(V, D), torch.zeros(V, D)) if layout is Layout.DEEPSPEC else None
-        save_dspark(tmp_path / layout.value, DSPARK, weights, REF, layout=layout, frozen=frozen)
-        written = json.loads((tmp_path / layout.value / "config.json").read_text())
-        for key in SAID:
-            assert written.get(key) == published.get(key), key
+def test_a_written_folder_has_the_fields_of_speculators(tmp_path: Path) -> None:
+    """Layer numbers in particular: the output of layer 0 is 1 there."""
+    save_dspark(tmp_path, DSPARK, randomised(DSparkModel(DSPARK)).state_dict(), REF)
+    written = json.loads((tmp_path / "config.json").read_text())
+    for key in SAID:
+        assert written.get(key) == SPECULATORS.get(key), key
 
 
 def test_a_window_is_in_the_own_section(tmp_path: Path) -> None:
@@ -191,8 +180,6 @@ def test_a_window_is_in_the_own_section(tmp_path: Path) -> None:
     weights = randomised(DSparkModel(windowed)).state_dict()
     save_dspark(tmp_path, windowed, weights, REF)
     assert read_dspark(tmp_path)[0] == windowed
-    with pytest.raises(UnsupportedModelError, match="whole context"):
-        save_dspark(tmp_path, windowed, weights, REF, layout=Layout.DEEPSPEC)
     described = json.loads((tmp_path / "config.json").read_text())
     del described["paceline"]  # what another engine would make of it cannot be told
     (tmp_path / "config.json").write_text(json.dumps(described))

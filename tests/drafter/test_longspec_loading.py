@@ -231,13 +231,13 @@ def test_rotary_embedding_equals_the_target_s(tmp_path: Path, kind: Any, rope: s
     """Also after saving and loading, because the target's keys are read unchanged."""
     kind(**_SHAPE, head_dim=16, rope_parameters=ROPES[rope]).save_pretrained(tmp_path / "target")
     target = load_config(tmp_path / "target")
-    config = LongSpecConfig.for_target(tmp_path / "target", window=7, final_norm=False)
+    config = LongSpecConfig.for_target(tmp_path / "target", window=7)
     save_longspec(tmp_path / "drafter", config, LongSpecModel(config).state_dict(), REF)
     for found in (config, read_longspec(tmp_path / "drafter")[0]):
         assert found.rope_inv_freq == target.rope_inv_freq
         assert found.rope_scaling == target.rope_scaling
         assert (found.hidden, found.head_dim, found.norm_eps) == (32, 16, target.norm_eps)
-        assert (found.window, found.final_norm) == (7, False)
+        assert found.window == 7
         assert (found.target_layer, found.target_layers) == (3, 4)
 
 

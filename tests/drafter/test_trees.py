@@ -54,9 +54,7 @@ CASES = {
     "longspec, first layer, tied": Case(
         "longspec", "llama", {"tie_word_embeddings": True}, {"target_layer": 0, "window": 5}
     ),
-    "longspec, no final norm": Case(
-        "longspec", drafter={"final_norm": False, "window": 1, "intermediate": 48}
-    ),
+    "longspec, narrow": Case("longspec", drafter={"window": 1, "intermediate": 48}),
     "longspec, reduced vocabulary": Case("longspec", drafter={"draft_vocab_size": 40}),
     "longspec, yarn": Case(
         "longspec", "qwen3", {"rope_parameters": {"rope_theta": 1e4, **_YARN}}, {"window": 30}

@@ -25,12 +25,12 @@ from paceline.train.signals import Signals
 _WINDOW = 8
 
 
-def _model(final_norm: bool = True) -> LongSpecModel:
+def _model() -> LongSpecModel:
     torch.manual_seed(0)
     return LongSpecModel(
         LongSpecConfig(
             hidden=32, intermediate=48, q_heads=4, kv_heads=2, head_dim=16, vocab_size=50,
-            max_position=512, norm_eps=1e-6, window=_WINDOW, final_norm=final_norm,
+            max_position=512, norm_eps=1e-6, window=_WINDOW,
             rope_parameters={"rope_type": "default", "rope_theta": 1e4},
             target_layer=0, target_layers=1,
         )
@@ -59,11 +59,10 @@ def test_offsets_reach_everywhere_and_differ_between_rows() -> None:
 @given(
     length=st.integers(6, 40),
     lags=st.lists(st.integers(1, 5), min_size=1, max_size=3, unique=True),
-    norm=st.booleans(),
 )
-def test_lags_are_those_of_the_masks(length: int, lags: list[int], norm: bool) -> None:
+def test_lags_are_those_of_the_masks(length: int, lags: list[int]) -> None:
     """Several lags in one pass, without masks, give what the dense layer gives with them."""
-    model = _model(norm)
+    model = _model()
     embedded, keys, values = _inputs(length)
     positions = torch.arange(length).expand(2, length)
     found = LaggedLayer(model)(embedded, positions, keys, values, lags, 0)

@@ -102,7 +102,8 @@ class LaggedLayer(nn.Module):
         found = torch.stack([_lagged(q, keys, values, lag) for lag in lags])
         x = x + layer.cross_attn.o_proj(found.transpose(2, 3).flatten(3))
         x = x + layer.mlp(layer.post_attention_layernorm(x))
-        return x if model.norm is None else model.norm(x)
+        normed: Tensor = model.norm(x)
+        return normed
 
 
 def _lagged(q: Tensor, keys: Tensor, values: Tensor, lag: int) -> Tensor:

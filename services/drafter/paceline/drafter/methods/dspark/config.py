@@ -20,8 +20,6 @@ from torch import Tensor
 from paceline.decoder import UnsupportedModelError
 from paceline.drafter.methods.base import SECTION
 from paceline.drafter.methods.checkpoint import (
-    EMBEDDING,
-    HEAD,
     TargetRef,
     read_shape,
     speculators_fields,
@@ -228,34 +226,27 @@ def dspark_config(described: Json, target_layers: int = 0) -> DSparkConfig:
     return config
 
 
-def _write_config(config: DSparkConfig, layout: Layout, target: TargetRef) -> dict[str, Any]:
-    """Inverse of :func:`dspark_config`, without the ``paceline`` section. Raises
-    ``UnsupportedModelError``: the layout has no field for a part of ``config``."""
-    heads = {
+def _write_config(config: DSparkConfig, target: TargetRef) -> dict[str, Any]:
+    """Inverse of :func:`dspark_config` in the layout of speculators, without the ``paceline``
+    section. Raises ``UnsupportedModelError`` if it has no field for a part of ``config``."""
+    published = ("windows", "causal", "markov_all", "markov_best", "conv")
+    if any(getattr(config, name) for name in published):
+        raise UnsupportedModelError("published drafters with parts of DFlash are read, not written")
+    # dflash has no heads there; dspark may have none.
+    kind = "dspark" if config.markov_rank or config.confidence else "dflash"
+    architecture = "DSparkDraftModel" if kind == "dspark" else "DFlashDraftModel"
+    return {
+        **speculators_fields(architecture, kind, "greedy", config.levels, target),
+        "transformer_layer_config": _backbone(config),
+        "draft_vocab_size": config.drafted,
+        "aux_hidden_state_layer_ids": [layer + 1 for layer in config.taps],
+        "sample_from_anchor": config.from_anchor,
         "block_size": config.block,
         "mask_token_id": config.mask_token,
         "markov_rank": config.markov_rank,
         "markov_head_type": config.markov_head,
         "enable_confidence_head": config.confidence,
         "confidence_head_with_markov": config.confidence_markov,
-    }
-    published = ("windows", "causal", "markov_all", "markov_best", "conv")
-    if layout is Layout.DFLASH or any(getattr(config, name) for name in published):
-        raise UnsupportedModelError("published drafters with parts of DFlash are read, not written")
-    if layout is Layout.SPECULATORS:
-        return _speculators(config, target) | heads
-    if not config.from_anchor or config.window or config.draft_vocab_size or config.state_input:
-        raise UnsupportedModelError(
-            "DeepSpec supports only blocks from the anchor on that attend to the whole context, "
-            "draft the whole vocabulary and add no states to embeddings; export to speculators"
-        )
-    return {
-        **_backbone(config),
-        **heads,
-        "architectures": [_DEEPSPEC_MODEL],
-        "num_target_layers": config.target_layers,
-        "target_layer_ids": list(config.taps),
-        "num_anchors": 512,  # of its training; its loader requires the field
     }
 
 
@@ -412,58 +403,35 @@ def _backbone(config: DSparkConfig) -> dict[str, Any]:
     }
 
 
-def _speculators(config: DSparkConfig, target: TargetRef) -> dict[str, Any]:
-    # dflash has no heads there; dspark may have none.
-    kind = "dspark" if config.markov_rank or config.confidence else "dflash"
-    architecture = "DSparkDraftModel" if kind == "dspark" else "DFlashDraftModel"
-    return {
-        **speculators_fields(architecture, kind, "greedy", config.levels, target),
-        "transformer_layer_config": _backbone(config),
-        "draft_vocab_size": config.drafted,
-        "aux_hidden_state_layer_ids": [layer + 1 for layer in config.taps],
-        "sample_from_anchor": config.from_anchor,
-    }
-
-
 def save_dspark(
     folder: str | Path,
     config: DSparkConfig,
     weights: Mapping[str, Tensor],
     target: TargetRef,
     *,
-    layout: Layout = Layout.SPECULATORS,
-    frozen: tuple[Tensor, Tensor] | None = None,
     dtype: torch.dtype = torch.bfloat16,
     notes: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes a drafter's folder.
+    """Writes a drafter's folder in the layout of speculators. Its ``paceline`` section holds what
+    that project has no fields for.
 
     Args:
         folder: Created if it does not exist.
         config: Shape of the drafter.
         weights: State dict of a :class:`~paceline.drafter.methods.dspark.DSparkModel`.
         target: The target that it was trained for.
-        layout: Project whose config.json is written. A ``paceline`` section holds what that project
-            has no fields for.
-        frozen: The target's embedding and LM head, ``[V, hidden]`` each, to be written too.
-            DeepSpec's loader expects them; others read them from the target.
         dtype: Type of the tensors in the file.
         notes: Written to the ``paceline`` section as ``training``: how it was trained.
 
     Raises:
         UnsupportedModelError: The layout cannot express such a drafter.
     """
-    described = _write_config(config, layout, target)
-    if layout is Layout.DEEPSPEC and frozen is None:
-        raise UnsupportedModelError("a DeepSpec folder holds the target's embedding and LM head")
-    tensors = dict(weights)
-    if frozen is not None:
-        tensors |= dict(zip((EMBEDDING, HEAD), frozen, strict=True))
+    described = _write_config(config, target)
     section = {name: getattr(config, name) for name in ("target_layers", "window", "state_input")}
     if config.confidence_temperatures:
         section[TEMPERATURES] = config.confidence_temperatures
     write_checkpoint(
-        folder, METHOD, described, tensors, target, dtype=dtype, section=section, notes=notes
+        folder, METHOD, described, weights, target, dtype=dtype, section=section, notes=notes
     )
 
 

@@ -18,19 +18,12 @@ from paceline.drafter.methods.checkpoint import (
     speculators_fields,
     write_checkpoint,
 )
-from paceline.drafter.methods.layers import (
-    LayerShape,
-    config_errors,
-)
+from paceline.drafter.methods.layers import LayerShape, config_errors
 
 METHOD = "longspec"
 
-_SECTION_FIELDS = {
-    "target_layer": int,
-    "target_layers": int,
-    "final_norm": bool,
-    "draft_vocab_size": int,
-}  # fields of the configuration in the ``paceline`` section
+_SECTION_FIELDS = ("target_layer", "target_layers", "draft_vocab_size")
+"""Fields of the configuration in the ``paceline`` section."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +40,6 @@ class LongSpecConfig(LayerShape):
     target_layer: int  # target layer whose keys and values are read, 0 for the first
     target_layers: int  # number of layers of the target
     window: int = 512  # positions that self-attention sees, the token's own included, in tokens
-    final_norm: bool = True
-    """Whether there is a norm before the LM head; the paper's layer has none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -114,7 +105,7 @@ def longspec_config(described: Mapping[str, Any]) -> LongSpecConfig:
             f"activation {layer.get('hidden_act')!r} is not supported, only 'silu'"
         )
     section = {"draft_vocab_size": 0, **section}  # older folders do not have it
-    rest = {name: kind(section[name]) for name, kind in _SECTION_FIELDS.items()}
+    rest = {name: int(section[name]) for name in _SECTION_FIELDS}
     return LongSpecConfig.from_hf(layer, **rest)
 
 

@@ -98,8 +98,7 @@ def _record(layer: LongSpecLayer, tensors: LayerWeights, *, outputs: bool) -> Pr
     delta = program.multiply(attended, tensors.matrix(f"{base}cross_attn.o_proj"))
     program.add(x, tensors.feed_forward(program, x, delta, base))
     x = program.select(x)
-    last = program.add_norm(x, 0, tensors.norm("norm")) if config.final_norm else x
-    program.multiply(last, embedding.head)
+    program.multiply(program.add_norm(x, 0, tensors.norm("norm")), embedding.head)
     return program.finish()
 
 

@@ -40,7 +40,7 @@ class LongSpecModel(DraftModel):
     def __init__(self, config: LongSpecConfig) -> None:
         super().__init__(config)
         self.layers = nn.ModuleList([DenseLongSpecLayer(config)])
-        self.norm = RmsNorm(config.hidden, config.norm_eps) if config.final_norm else None
+        self.norm = RmsNorm(config.hidden, config.norm_eps)
 
     def forward(
         self,
@@ -85,9 +85,8 @@ class LongSpecModel(DraftModel):
         q = apply_rope(split_heads(layer.cross_attn.q_proj(inputs), config.head_dim), of_last)
         x = x + layer.cross_attn.o_proj(_attend(q, keys.to(q), values.to(q), cross_mask))
         x = x + layer.mlp(layer.post_attention_layernorm(x))
-        if self.norm is not None:
-            x = self.norm(x)
-        return x
+        normed: Tensor = self.norm(x)
+        return normed
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
