@@ -171,7 +171,6 @@ class Connection:
             self._break(f"{error.reason}: {error.message}")
 
     def _read(self) -> None:
-        """Take what the socket has."""
         assert self._socket is not None, "it is read"
         arrived = time.monotonic()
         try:
@@ -186,7 +185,6 @@ class Connection:
             self._break("a message on the socket is not a JoinResponse")
 
     def _flush(self) -> None:
-        """Send what was collected."""
         self._sent_ns = time.time_ns()
         self._worker.flush_later(self._count)
         if self._ended:
@@ -439,14 +437,12 @@ class Connection:
             self._refuse(sequence, ServiceError.unavailable("DRAFTER_UNLOADED", message))
 
     def _detach(self, attachment: _Attachment) -> None:
-        """Give a place back."""
         self._worker.close(attachment.session)
         if self._parts.metrics is not None:
             self._parts.metrics.closed(attachment.session)
         self._call_soon(self._parts.registry.detach, attachment.version, attachment.evict)
 
     def _call_soon(self, call: Callable[..., object], *args: Any) -> None:
-        """Run a function on the event loop."""
         try:
             self._loop.call_soon_threadsafe(call, *args)
         except RuntimeError:
@@ -487,7 +483,6 @@ class Connection:
             self._worker.post(partial(self._attach, sequence, attachment))
 
     def _closed(self) -> None:
-        """Count a sequence out."""
         self._parts.sequences -= 1
         self._parts.closed.set()
 

@@ -68,7 +68,6 @@ class DrafterMetrics(Collector):
         self._updates = self._bytes = 0
 
     def drafted(self, version: Version, drafted: Drafted) -> None:
-        """Count an answered round."""
         labels = _labels(version)
         self._rounds.labels(*labels).inc()
         self._tokens.labels(*labels).inc(len(drafted.tree.tokens))
@@ -77,11 +76,9 @@ class DrafterMetrics(Collector):
         self._series.add(labels)
 
     def opened(self, session: Session) -> None:
-        """Count an open session."""
         self._sessions.add(session)
 
     def closed(self, session: Session) -> None:
-        """Stop counting a session."""
         self._sessions.discard(session)
         if session.kv is not None:
             self._updates += session.kv.updates

@@ -43,7 +43,6 @@ class DraftStatistics:
         return round(self.draft_seconds / self.rounds * 1e6) if self.rounds else 0
 
     def add(self, accepted: int, draft_seconds: float) -> None:
-        """Add a round."""
         self.rounds += 1
         self.accepted += accepted
         self.draft_seconds += draft_seconds

@@ -54,7 +54,6 @@ class DrafterSpec:
 
     @property
     def folders(self) -> list[Path]:
-        """All folders it reads."""
         options = (self.options.get(name) for name in method_class(self.method).path_options)
         named = [Path(option) for option in options if option]
         return named if self.folder is None else [self.folder, *named]

@@ -101,7 +101,6 @@ class DraftWorker:
         return len(self._jobs) + len(self._prefilling)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def post(self, call: Callable[[], None]) -> None:

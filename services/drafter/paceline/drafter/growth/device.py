@@ -205,7 +205,6 @@ class DeviceTrees:
 
     @property
     def grows(self) -> bool:
-        """Whether the trees get another level."""
         return self.level < len(self._shape.sizes)
 
     @property

@@ -141,7 +141,6 @@ class DraftGraphs:
             )  # fmt: skip
 
     def __len__(self) -> int:
-        """Graphs captured so far."""
         return self._capturing.captured
 
     def warm_up(self) -> None:
@@ -229,7 +228,6 @@ class DraftGraphs:
         return self._graphs[key]
 
     def _make(self, sequences: int, fed: int, noise: str) -> _Graph:
-        """The draft of a graph that is not captured."""
         memory = self._bases, self._gathered[:sequences]
         return _Graph(
             self._model, self._settings, self._shape, memory, sequences, self._passes[fed], noise

@@ -21,7 +21,6 @@ class NativeGrowth(Growth):
     at_once: ClassVar[bool] = True
 
     def __init__(self, draft: NativeDraft, rope: Rope, settings: TreeSettings) -> None:
-        """Sets the model, with its cosines and sines."""
         self._draft, self._rope, self._settings = draft, rope, settings
 
     def start(self, passes: TextPasses) -> bool:

@@ -183,7 +183,6 @@ class GrownText:
         self._settings = settings
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Adds emitted tokens."""
         if tokens:
             self.ahead = self.beam.after(tokens) if self.beam is not None else None
             self.beam = None

@@ -175,7 +175,6 @@ class MappedReader(CacheReader):
 
     @property
     def closed(self) -> bool:
-        """Whether :meth:`close` was called."""
         return self._file.closed
 
     @property

@@ -56,7 +56,6 @@ class DeltaCache:
         self._planes = [self._new_planes(0) for _ in range(shape.layers)]
 
     def __len__(self) -> int:
-        """Positions per layer."""
         return len(self._positions[0])
 
     def positions(self, index: int) -> Tensor:

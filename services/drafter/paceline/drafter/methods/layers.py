@@ -218,7 +218,6 @@ class LayerShape:
 
     @property
     def group(self) -> int:
-        """Query heads per kv head."""
         return self.q_heads // self.kv_heads
 
     @property
@@ -404,7 +403,6 @@ class LayerWeights:
 
     @property
     def heads(self) -> Heads:
-        """Heads of the layers."""
         return Heads(self.config.q_heads, self.config.kv_heads, self.config.head_dim)
 
     def recorder(self, dtype: torch.dtype) -> Recorder:
@@ -412,7 +410,6 @@ class LayerWeights:
         return Recorder(self.heads, dtype, numerics=self.numerics)
 
     def norm(self, name: str) -> Norm:
-        """Returns an RMS norm."""
         return Norm(self.tensors[f"{name}.weight"].float(), self.config.norm_eps)
 
     def matrix(self, *names: str) -> Linear:

@@ -100,7 +100,6 @@ class StateOptions:
         check_choice("states", self.states, TRANSPORTS)
 
     def needs(self, config: TappedShape) -> Needs:
-        """Returns the target's data that a drafter of this shape reads."""
         return Needs(
             hidden_state_layers=config.taps,
             hidden_state_window=config.window,

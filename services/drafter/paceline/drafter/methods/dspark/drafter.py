@@ -272,7 +272,6 @@ class DSparkPasses(TextPasses):
         self._block = (hidden, logits)
 
     def add_level(self, heads: DSparkHeads) -> None:
-        """Adds a level to the tree."""
         assert self._block is not None
         beam, parents = self.text.tree, self.text.tree.frontier
         hidden, logits = (each[beam.level, None] for each in self._block)

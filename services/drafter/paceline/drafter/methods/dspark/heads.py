@@ -146,7 +146,6 @@ class DSparkHeads:
         return head, (self._confidence.detach().contiguous(), self._offsets.float(), temperatures)
 
     def row(self, token: int) -> int:
-        """Returns the row of W1 of a token."""
         return int(self._rows[token])
 
     @torch.inference_mode()

@@ -153,7 +153,6 @@ class DSparkModel(DraftModel):
         return hidden
 
     def markov_rows(self, tokens: Tensor) -> Tensor:
-        """Rows of W1 of tokens."""
         return tokens if self.config.markov_all else self.draft_rows(tokens)
 
     def _around(

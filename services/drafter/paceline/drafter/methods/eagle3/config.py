@@ -92,7 +92,6 @@ def _usual_taps(layers: int) -> tuple[int, ...]:
 
 
 def is_eagle3(described: Json) -> bool:
-    """Returns whether a config.json is of an EAGLE-3 drafter."""
     if SECTION in described:
         return bool(described[SECTION].get("method") == METHOD)
     kind = described.get("speculators_model_type")

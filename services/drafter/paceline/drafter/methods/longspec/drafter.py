@@ -205,7 +205,6 @@ class LongSpecOptions(TreeOptions, TargetOptions, KvOptions):
         check_context(self.context or 0)
 
     def needs(self, config: LongSpecConfig) -> Needs:
-        """Returns the target's data that a drafter of this shape reads."""
         budget = DEFAULT_CONTEXT if self.context is None else self.context
         return Needs((config.target_layer,), self, budget)
 

@@ -138,7 +138,6 @@ class MtpConfig(TappedShape):
 
     @property
     def states(self) -> int:
-        """Width of the target's states of a position."""
         return self.hidden
 
     @property
@@ -176,7 +175,6 @@ class HeadTensors(Tensors[Weight]):
         return self._stored[self.stored_name(name)]
 
     def stored_name(self, name: str) -> str:
-        """The name of a tensor in the folder."""
         layers = self._config.target_layers
         head = DEEPSEEK.head_of(name, layers)
         if head is None:
