@@ -18,9 +18,9 @@ BUDGET = {
     "services/verifier": 10_490,
     "services/drafter": 13_500,
     "client": 15_650,
-    "train": 5_750,
+    "train": 5_830,
     "bench": 7_065,
-    "tests": 56_255,
+    "tests": 56_180,
 }  # maximum number of lines
 SLACK = 0.01  # a folder that is smaller than its budget by a larger share lowers it
 _PRODUCT = ("kernels", "services", "client")

@@ -62,7 +62,6 @@ class Hostile:
         self.right = self.right[len(update.tokens) :]
 
 
-@pytest.mark.bits
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_one_round_is_exact_whatever_is_drafted(temperature: float) -> None:
     example, target = runpy.run_path(str(EXAMPLES / "one_round.py")), Decoder.load(TARGET)
