@@ -84,7 +84,7 @@ def test_trees_are_valid_and_continue_as_the_text_did(
 def test_nodes_less_likely_than_asked_for_are_left_out(text: list[int], least: float) -> None:
     owners = NgramOwners(NgramOptions(min_survival=0.0, max_nodes=255))
     every = owners.start(text, "").propose(255, 8)  # all of 4 continuations
-    tree = owners.start(text, "").propose(255, 8, least=least)
+    tree = owners.start(text, "").propose(255, 8, min_survival=least)
     assert all(survival >= least for survival in tree.survivals)
     survivals = {every.path(n): survival for n, survival in enumerate(every.survivals)}
     paths = {tree.path(n) for n in range(len(tree))}
@@ -97,10 +97,10 @@ def test_a_text_learns_from_matches_that_were_not_likely_enough() -> None:
     text = [1, 2, 3]
     source = NgramOwners(NgramOptions()).start(text, "")
     for _ in range(20):
-        assert not len(source.propose(8, 8, least=1.0))
+        assert not len(source.propose(8, 8, min_survival=1.0))
         text += [4, 1, 2, 3]
         source.learn([4, 1, 2, 3])
-    assert source.propose(8, 8, least=0.9).tokens[:1] == (4,)
+    assert source.propose(8, 8, min_survival=0.9).tokens[:1] == (4,)
 
 
 def continues_with(text: list[int], place: int, path: tuple[int, ...]) -> bool:

@@ -23,7 +23,7 @@ from paceline.sources.owners import Owners
 from paceline.sources.ratio import Ratio
 from paceline.tree import TokenTree
 
-_LARGEST = 512
+_MAX_CHOICES = 512
 """Places with more tokens than this are free text, which a grammar says nothing about."""
 
 _PROBES = 4
@@ -31,7 +31,7 @@ _PROBES = 4
 try them takes a twentieth of the time of finding all tokens that are allowed."""
 
 _SURE = 0.98  # confidence of a token that is the only one allowed
-_LEAST = 0.3
+_MIN_SURVIVAL = 0.3
 """A path ends before a token that is less likely than this to be accepted, its path included."""
 
 _PLACES = 8192  # places that are remembered of an owner, those seen last; some 200 bytes each
@@ -83,13 +83,13 @@ class TokenForms:
         return self._indents.get(token, before)
 
     def form(self, token: int, indent: int) -> int | Indent | None:
-        """A token as a choice of form, in a line with an indentation; None: it has words."""
+        """A token as a choice of form, in a line with an indentation; None if it has words."""
         if (blanks := self._indents.get(token)) is not None:
             return Indent(blanks - indent)
         return token if self._plain[token] else None
 
     def token(self, form: int | Indent, indent: int) -> int | None:
-        """The token of a choice of form, in a line with an indentation; None: there is none."""
+        """The token of a choice of form, in a line with an indentation; None if there is none."""
         return self._breaks.get(indent + form.change) if isinstance(form, Indent) else form
 
 
@@ -192,7 +192,7 @@ class GrammarSource:
         places: GrammarPlaces | None = None,
     ) -> None:
         """Begin at the anchor; no path goes on behind ``stop_ids``. ``places`` are those of the
-        text's owner; None: nothing is known, and nothing is kept."""
+        text's owner; None if nothing is known, and nothing is kept."""
         self._constraint = constraint
         self._stop_ids = stop_ids
         self._places = GrammarPlaces() if places is None else places
@@ -225,7 +225,7 @@ class GrammarSource:
             while len(tokens) < depth and (found := self._next(last, indent)) is not None:
                 last, confidence = found
                 survival *= confidence
-                if survival < _LEAST or last in self._stop_ids:
+                if survival < _MIN_SURVIVAL or last in self._stop_ids:
                     break
                 self._constraint.push(last)
                 indent = self._forms.indent(last, indent)
@@ -237,7 +237,7 @@ class GrammarSource:
 
     def _next(self, before: int, indent: int) -> tuple[int, float] | None:
         """The likeliest token behind another one at the present place, in a line with an
-        indentation, and its confidence; None: nothing is known."""
+        indentation, and its confidence; None if nothing is known."""
         allowed, count = self._few()
         if count == 1:
             bits = int.from_bytes(allowed, "little")
@@ -255,10 +255,10 @@ class GrammarSource:
         if allowed is None:
             return b"", 0
         used = np.count_nonzero(allowed)  # of bytes, in a tenth of the time of all bits
-        if used <= _LARGEST:
+        if used <= _MAX_CHOICES:
             bits = allowed.tobytes()
             count = int.from_bytes(bits, "little").bit_count()
-            if count <= _LARGEST:
+            if count <= _MAX_CHOICES:
                 return bits, count
         spread = np.flatnonzero(allowed)[[used * place // _PROBES for place in range(_PROBES)]]
         self._probes = tuple([8 * byte + _highest(allowed[byte]) for byte in spread.tolist()])

@@ -67,7 +67,7 @@ class NgramIndex:
     def matches(
         self, text: Sequence[int], *, limit: int, match_limit: int, shortest: int = 1
     ) -> list[tuple[int, int]]:
-        """Finds positions preceded by the same tokens as the end of a text.
+        """Find positions preceded by the same tokens as the end of a text.
 
         Args:
             text: The text of the index.
@@ -103,7 +103,7 @@ class NgramIndex:
         return tuple(keys[self._min - 1 :])
 
     def continuation(self, position: int, length: int) -> tuple[int, ...]:
-        """Returns the text from a position on, repeated if it is shorter than ``length``."""
+        """Return the text from a position on, repeated if it is shorter than ``length``."""
         tokens = list(self._text[position : min(position + length, self.length)])
         while len(tokens) < length:
             tokens += tokens[: length - len(tokens)]
@@ -150,7 +150,7 @@ class SharedTexts:
         self._views = [(a.data, b.data) for a, b in zip(self._latest, self._earlier, strict=True)]
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Adds a text; of one beyond the capacity, its newest tokens."""
+        """Add a text; of one beyond the capacity, its newest tokens."""
         text = np.array(tokens[-self._mask :], np.uint64)
         count = len(text)
         if self._end + count + 1 > _LAST:
@@ -177,7 +177,7 @@ class SharedTexts:
     def matches(
         self, text: Sequence[int], *, limit: int, match_limit: int, shortest: int = 1
     ) -> list[tuple[int, int]]:
-        """Finds positions preceded by the same tokens as the end of a text.
+        """Find positions preceded by the same tokens as the end of a text.
 
         See :meth:`NgramIndex.matches`.
         """
@@ -203,7 +203,7 @@ class SharedTexts:
         return list(found.items())
 
     def continuation(self, position: int, length: int) -> tuple[int, ...]:
-        """Returns at most ``length`` tokens from a position to the end of its text."""
+        """Return at most ``length`` tokens from a position to the end of its text."""
         first, count = position & self._mask, min(length, self._end - position)
         found = self._token[first : first + count].tolist()
         found += self._token[: count - len(found)].tolist()  # around the end of the ring
@@ -232,28 +232,28 @@ class MatchStatistics:
     text are its owner's texts, that of an owner is what is usual.
     """
 
-    def __init__(self, longest: int, prior: MatchStatistics | None = None) -> None:
-        """Statistics of matches up to ``longest`` tokens. Observations also update ``prior``."""
-        self._longest = longest
-        self._groups = [_group(length) for length in range(longest + 1)]
+    def __init__(self, max_match: int, prior: MatchStatistics | None = None) -> None:
+        """Statistics of matches up to ``max_match`` tokens. Observations also update ``prior``."""
+        self._max_match = max_match
+        self._groups = [_group(length) for length in range(max_match + 1)]
         self._continued = [Ratio() for _ in range(self._groups[-1] + 1)]
         self._prior = prior
 
     def observe(self, match: int, predicted: Sequence[int], tokens: Sequence[int]) -> None:
-        """Compares the continuation of a match of ``match`` tokens with the text's."""
+        """Compare the continuation of a match of ``match`` tokens with the text's."""
         for length, (expected, token) in enumerate(zip(predicted, tokens, strict=False), match):
             self._count(length, correct=expected == token)
             if expected != token:
                 return
 
     def confidence(self, match: int) -> float:
-        """Returns the probability that a match of ``match`` tokens continues for one more."""
+        """Return the probability that a match of ``match`` tokens continues for one more."""
         prior = _usual(match) if self._prior is None else self._prior.confidence(match)
-        group = self._groups[match if match <= self._longest else self._longest]
+        group = self._groups[match if match <= self._max_match else self._max_match]
         return self._continued[group].value(prior, _PRIOR_WEIGHT)
 
     def _count(self, match: int, *, correct: bool) -> None:
-        self._continued[self._groups[min(match, self._longest)]].observe(right=correct)
+        self._continued[self._groups[min(match, self._max_match)]].observe(right=correct)
         if self._prior is not None:
             self._prior._count(match, correct=correct)
 
@@ -282,7 +282,7 @@ class NgramOptions:
     match_limit: int = 32  # matches are measured up to this length, in tokens
     min_survival: float = 0.05  # nodes less likely than this to be accepted are left out
     max_nodes: int = 32  # maximum number of nodes of a tree
-    depth: int = 32  # longest path, in tokens
+    depth: int = 32  # maximum depth, in tokens
     shared_tokens: int = 1 << 20
     """Tokens of ended texts that are kept for each owner, the newest; 0: none are."""
 
@@ -350,31 +350,34 @@ class NgramSource:
         self._predictions = []
 
     def propose(
-        self, nodes: int, depth: int, warm: int | None = None, least: float = 0.0
+        self, nodes: int, depth: int, warm: int | None = None, min_survival: float = 0.0
     ) -> TokenTree:
         """A tree of at most so many nodes, none deeper than ``depth``; empty without a match.
 
         At most ``warm`` tokens of the backlog enter the index, and the tree is empty if some are
-        left; None: all of them do. Nodes less likely than ``least`` are left out.
+        left; None: all of them do. Nodes less likely than ``min_survival`` are left out.
         """
         self.warm(self.backlog if warm is None else warm)
         if self.backlog:
             return EMPTY
         options = self._options
         nodes = min(nodes, options.max_nodes)
-        depth, least = min(depth, options.depth, nodes), max(least, options.min_survival)
-        found = self._continuations(self._index, self._in_text, depth, least)
+        depth = min(depth, options.depth, nodes)
+        min_survival = max(min_survival, options.min_survival)
+        found = self._continuations(self._index, self._in_text, depth, min_survival)
         self._predictions = found[:1]
         if self._shared is not None:
-            more = self._continuations(self._shared, self._in_texts, depth, least)
+            more = self._continuations(self._shared, self._in_texts, depth, min_survival)
             self._predictions += more[:1]
             found += more
         if not found:
             return EMPTY
         root = _merge(found)
         if len(root) == 1:
-            return _chain(root[0], min(nodes, depth), least)
-        return grow(root, _expand, nodes=nodes, depth=depth, min_survival=least, source="ngram")
+            return _chain(root[0], min(nodes, depth), min_survival)
+        return grow(
+            root, _expand, nodes=nodes, depth=depth, min_survival=min_survival, source="ngram"
+        )
 
     def close(self) -> None:
         """End the text; other texts of its owner may be continued from it."""
@@ -388,13 +391,13 @@ class NgramSource:
         source: NgramIndex | SharedTexts,
         statistics: MatchStatistics,
         depth: int,
-        least: float,
+        min_survival: float,
     ) -> list[Continuation]:
         """What followed the matches in a source; where none of it is likely enough, one token of
         the best match, which the statistics learn from. n-grams whose matches would not be likely
         enough are not looked up: most steps have a match of one token."""
         options, shortest = self._options, 1
-        while shortest < options.max_n and statistics.confidence(shortest) < least:
+        while shortest < options.max_n and statistics.confidence(shortest) < min_survival:
             shortest += 1
         found = source.matches(
             self._text,
@@ -402,7 +405,7 @@ class NgramSource:
             match_limit=options.match_limit,
             shortest=shortest,
         )
-        if found and all(statistics.confidence(match) < least for _, match in found):
+        if found and all(statistics.confidence(match) < min_survival for _, match in found):
             depth, found = 1, found[:1]
         return [
             Continuation(source.continuation(position, depth), match, match * match, statistics)
@@ -424,7 +427,7 @@ class NgramOwners:
 
 
 def _merge(continuations: Iterable[Continuation]) -> Sequence[Continuation]:
-    """Merges equal continuations, in order of appearance."""
+    """Merge equal continuations, in order of appearance."""
     merged: dict[tuple[int, ...], Continuation] = {}
     for each in continuations:
         same = merged.get(each.tokens, each)
@@ -434,7 +437,7 @@ def _merge(continuations: Iterable[Continuation]) -> Sequence[Continuation]:
     return list(merged.values())
 
 
-def _chain(only: Continuation, depth: int, least: float) -> TokenTree:
+def _chain(only: Continuation, depth: int, min_survival: float) -> TokenTree:
     """The tree of one continuation, as :func:`grow` makes it, in a fifth of its time."""
     confidence, match = only.statistics.confidence, only.match
     confidences: list[float] = []
@@ -442,7 +445,7 @@ def _chain(only: Continuation, depth: int, least: float) -> TokenTree:
     for level in range(min(depth, len(only.tokens))):
         chance = confidence(match + level)
         survival *= chance
-        if survival < least:
+        if survival < min_survival:
             break
         confidences.append(chance)
     return TokenTree.chain(only.tokens[: len(confidences)], confidences, source="ngram")

@@ -18,7 +18,7 @@ from paceline.sources.ratio import Ratio
 from paceline.tree import EMPTY, TokenTree, grow
 
 WIDTH = 8  # candidates that are kept of a row
-_LONGEST = 3  # longest context that candidates are kept for, in tokens
+_MAX_CONTEXT = 3  # maximum length of a context that candidates are kept for, in tokens
 _BRANCHES = 4  # maximum number of children of a node
 _BUCKETS = 8  # groups of probabilities that share their counts
 _PRIOR_WEIGHT = 4.0
@@ -49,7 +49,7 @@ class RecycledTokens:
     def __init__(self, contexts: int) -> None:
         self._limit = contexts
         self._candidates: dict[Context, tuple[array[int], array[float]]] = {}
-        self._kinds = [Ratio() for _ in range((_LONGEST + 1) * _BRANCHES * _BUCKETS)]
+        self._kinds = [Ratio() for _ in range((_MAX_CONTEXT + 1) * _BRANCHES * _BUCKETS)]
 
     def note(self, context: Context, tokens: Sequence[int], chances: Sequence[float]) -> None:
         """Keep the likeliest tokens after a context, best first, with their probabilities. Those
@@ -107,7 +107,7 @@ class RecycleSource:
         """Begin with a text whose newest token is the anchor. ``rank`` orders candidates; None: by
         their probabilities."""
         self._options = options
-        self._context: Context = tuple(tokens[-_LONGEST:])
+        self._context: Context = tuple(tokens[-_MAX_CONTEXT:])
         self._length = len(tokens)
         self._known = known
         self._rank = rank
@@ -131,18 +131,18 @@ class RecycleSource:
             length, found, chances = self._ranked(context, place)
             if length:
                 known.observe(length, found, chances, token)
-            context = (*context, token)[-_LONGEST:]
+            context = (*context, token)[-_MAX_CONTEXT:]
         contexts = [self._context]
         for token, parent in zip(tree.tokens, tree.parents, strict=True):
-            contexts.append((*contexts[parent + 1], token)[-_LONGEST:])
+            contexts.append((*contexts[parent + 1], token)[-_MAX_CONTEXT:])
         for each, (found, chances) in zip(contexts, candidates, strict=True):
             known.note(each, found, chances)
         self._context = context
         self._length += len(tokens)
 
-    def propose(self, nodes: int, depth: int, least: float = 0.0) -> TokenTree:
-        """A tree of at most so many nodes, none deeper than ``depth`` or less likely than ``least``
-        to be accepted; empty: nothing is known."""
+    def propose(self, nodes: int, depth: int, min_survival: float = 0.0) -> TokenTree:
+        """A tree of at most so many nodes, none deeper than ``depth`` or less likely than
+        ``min_survival`` to be accepted; empty: nothing is known."""
         options = self._options
         nodes = min(nodes, options.max_nodes)
         if not self._known.find(self._context)[0]:
@@ -152,7 +152,7 @@ class RecycleSource:
             self._expand,
             nodes=nodes,
             depth=depth,
-            min_survival=max(least, options.min_survival),
+            min_survival=max(min_survival, options.min_survival),
             source="recycle",
         )
 
@@ -162,7 +162,7 @@ class RecycleSource:
         for rank, token in enumerate(tokens[:_BRANCHES]):
             confidence = min(self._known.confidence(length, rank, chances[rank]), 1.0 - total)
             total += confidence
-            yield token, confidence, (*context, token)[-_LONGEST:]
+            yield token, confidence, (*context, token)[-_MAX_CONTEXT:]
 
     def _ranked(self, context: Context, level: int) -> tuple[int, Sequence[int], Sequence[float]]:
         """What is known of a context at a depth behind the anchor (0: the anchor's), best first."""

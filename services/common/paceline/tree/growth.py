@@ -22,14 +22,14 @@ def grow(
     min_survival: float = 0.0,
     source: str = "",
 ) -> TokenTree:
-    """Grows a tree best first: adds the node whose path is most likely to be accepted.
+    """Grow a tree best first: adds the node whose path is most likely to be accepted.
 
     Args:
         root: State of the anchor.
         expand: Returns the children of a node from its state and depth (0 for the anchor): token,
             confidence in [0, 1] and state of each, with no token twice.
         nodes: Maximum number of nodes of the tree.
-        depth: Longest path.
+        depth: Maximum path.
         min_survival: Nodes whose path is less likely than this are left out.
         source: Name of the source that proposes the nodes; empty: a drafter.
 

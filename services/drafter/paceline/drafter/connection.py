@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("paceline.drafter")
 
 _STATES_SECONDS = 0.25
-"""Longest wait of a round for hidden states that are in flight, deadline permitting."""
+"""Maximum wait of a round for hidden states that are in flight, deadline permitting."""
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Parts:
     kv: KvExchange  # Opens the target's KV and hidden states. Event loop.
     metrics: DrafterMetrics | None  # Counts rounds and sessions; None: no metrics. Drafting thread.
     tracer: Tracer | None  # Makes spans; None: no spans. Any thread.
-    max_context: int  # longest text, in tokens
+    max_context: int  # maximum length of a text, in tokens
     max_sequences: int  # maximum number of open sequences of the whole service
     draining: bool = False  # No sequence is opened any more. Event loop.
     sequences: int = 0  # Sequences of the whole service, those being opened included. Event loop.

@@ -24,8 +24,8 @@ from paceline.v1 import drafter_pb2, exchange_pb2, exchange_pb2_grpc
 
 logger = logging.getLogger("paceline.drafter")
 
-JOIN_SECONDS = 10.0  # longest wait for the answer of a verifier to a Join call
-REACH_SECONDS = 2.0  # longest wait of JoinVerifier, and for verifiers to list changed drafters
+JOIN_SECONDS = 10.0  # maximum wait for the answer of a verifier to a Join call
+REACH_SECONDS = 2.0  # maximum wait of JoinVerifier, and for verifiers to list changed drafters
 FIRST_DELAY, MAX_DELAY = 0.1, 5.0
 """Delays before a verifier is joined again, doubled after each attempt. Unit: seconds."""
 

@@ -20,7 +20,7 @@ class Budget:
     """Limits of the tree of one round."""
 
     nodes: int  # maximum number of nodes
-    depth: int  # longest path, in tokens
+    depth: int  # maximum depth, in tokens
     deadline: float = math.inf  # Latest time of use. Unit: seconds of time.monotonic().
 
 
@@ -72,11 +72,11 @@ class DraftSequence(ABC):
 
     @abstractmethod
     def extend(self, update: Update) -> None:
-        """Adds emitted tokens. Cheap: :meth:`warm` and :meth:`draft` process them."""
+        """Add emitted tokens. Cheap: :meth:`warm` and :meth:`draft` process them."""
 
     @abstractmethod
     def draft(self, budget: Budget) -> TokenTree:
-        """Drafts a tree, after it has processed the backlog.
+        """Draft a tree, after it has processed the backlog.
 
         Returns:
             At most ``budget.nodes`` nodes and ``budget.depth`` levels, possibly none, without
@@ -92,7 +92,7 @@ class DraftSequence(ABC):
         return 0
 
     def warm(self, limit: int) -> None:  # noqa: B027 - only methods with a backlog need it
-        """Processes at most ``limit`` tokens of the backlog."""
+        """Process at most ``limit`` tokens of the backlog."""
 
     def close(self) -> None:  # noqa: B027 - only methods that hold more than memory need it
-        """Releases memory and connections."""
+        """Release memory and connections."""

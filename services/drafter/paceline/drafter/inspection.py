@@ -65,7 +65,7 @@ def inspect_drafter(folder: Path, target: Path | None = None) -> Inspection:
 
 
 def method_of_folder(folder: Path) -> type[Drafter]:
-    """Returns the method of a drafter's folder.
+    """Return the method of a drafter's folder.
 
     Raises:
         OSError: There is no config.json.
@@ -89,7 +89,7 @@ def _described(folder: Path) -> Json:
 
 
 def _method_of(described: Json) -> tuple[type[Drafter], str]:
-    """Returns the method of a folder, and its layout.
+    """Return the method of a folder, and its layout.
 
     Raises:
         UnsupportedModelError: No installed method has such folders.

@@ -71,7 +71,7 @@ class Ranker:
         drafted: Tensor | None = None,
         drafted_on_device: Tensor | None = None,
     ) -> None:
-        """Creates a ranker.
+        """Create a ranker.
 
         Args:
             params: Sampling parameters of the verifier.
@@ -97,7 +97,7 @@ class Ranker:
         )
 
     def widths(self, widths: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the nodes of each level: ``widths``, or 1 under rejection sampling."""
+        """Return the nodes of each level: ``widths``, or 1 under rejection sampling."""
         return (1,) if self.params.rejection else widths
 
     @property
@@ -111,14 +111,14 @@ class Ranker:
         return self.params.penalised or self.params.rejection
 
     def plain_logits(self) -> int:
-        """Returns how many of a CPU's logits, the first ones, have candidates ranked by logits,
+        """Return how many of a CPU's logits, the first ones, have candidates ranked by logits,
         temperature and noise alone; 0 if the others have a part in it, or filters."""
         count = self.count
         few = self.params.greedy or count <= max(_SMALL_VOCAB, self._candidates)
         return count if few and not self._by_row and not self.params.rejection else 0
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Adds emitted tokens, which penalties depend on."""
+        """Add emitted tokens, which penalties depend on."""
         if self.params.penalised:
             for token in tokens:
                 self._history.push(token)
@@ -126,7 +126,7 @@ class Ranker:
     def rank(
         self, logits: Tensor, position: int, paths: Sequence[Sequence[int]], width: int
     ) -> Ranked:
-        """Ranks candidates for one position after each of several paths.
+        """Rank candidates for one position after each of several paths.
 
         Args:
             logits: ``[F, V]`` or, of drafted tokens alone, ``[F, R]``, of any float type and
@@ -169,7 +169,7 @@ class Ranker:
     def _rank_on_device(
         self, logits: Tensor, position: int, paths: Sequence[Sequence[int]], width: int
     ) -> Ranked:
-        """Ranks on the device of the logits, with noise for all tokens."""
+        """Rank on the device of the logits, with noise for all tokens."""
         drafted = self.drafted_on_device
         assert (drafted is None) == (self._drafted is None)
         if self.params.penalised:
@@ -222,7 +222,7 @@ def rank_rows(
     drafted: Tensor | None,
     width: int,
 ) -> tuple[Tensor, Tensor]:
-    """Ranks candidates for one position of each row on the device of the logits.
+    """Rank candidates for one position of each row on the device of the logits.
 
     Args:
         logits: ``[R, V]`` of any float type, with penalties.
@@ -275,7 +275,7 @@ class Beam:
         min_survival: float,
         drafted: Chain | None = None,
     ) -> None:
-        """Creates a tree of the anchor and the nodes that were drafted ahead.
+        """Create a tree of the anchor and the nodes that were drafted ahead.
 
         Args:
             budget: Maximum number of nodes and greatest depth of the result.
@@ -310,19 +310,19 @@ class Beam:
         return self.level < self.limits.depth and len(self.frontier) > 0
 
     def block(self) -> tuple[list[int], tuple[int, ...]]:
-        """Returns tokens and parents of the block to feed; the frontier is at its end."""
+        """Return tokens and parents of the block to feed; the frontier is at its end."""
         part = slice(self.trunk, self.frontier.stop)
         parents = tuple(max(-1, parent - self.trunk) for parent in self.parents[part])
         return self.tokens[part], parents
 
     def mark_fed(self) -> None:
-        """Records that :meth:`block` was fed."""
+        """Record that :meth:`block` was fed."""
         self.fed = self.frontier.stop
         if len(self.tokens) == self.level:  # one node per level so far
             self.trunk = self.fed
 
     def add_level(self, ranked: Ranked, log_confidences: Sequence[float] | None = None) -> None:
-        """Adds children of the frontier: the likeliest of the choices after each of its nodes.
+        """Add children of the frontier: the likeliest of the choices after each of its nodes.
 
         Args:
             ranked: The choices.
@@ -356,7 +356,7 @@ class Beam:
         self._end_level(start)
 
     def expand_last(self) -> bool:
-        """Makes the last node of a chain the frontier, whatever its score and the budget.
+        """Make the last node of a chain the frontier, whatever its score and the budget.
 
         Returns False for a tree with siblings, and if nothing followed the last node.
         """
@@ -367,7 +367,7 @@ class Beam:
         return True
 
     def after(self, tokens: Sequence[int]) -> Chain | None:
-        """Returns the nodes of a chain behind ``tokens``; None if it does not begin with them."""
+        """Return the nodes of a chain behind ``tokens``; None if it does not begin with them."""
         count = len(tokens)
         if len(self.tokens) != self.level or count >= self.level:
             return None
@@ -377,7 +377,7 @@ class Beam:
         return Chain(self.tokens[count:], self.log_probs[count:], self.proposals[count:], fed)
 
     def tree(self) -> TokenTree:
-        """Returns the best nodes within the budget, sorted by falling survival."""
+        """Return the best nodes within the budget, sorted by falling survival."""
         # A child scores no more than its parent and has a higher number: parents come first.
         best = sorted(range(len(self.tokens)), key=lambda node: (-self.scores[node], node))
         best = best[: self.limits.nodes]
@@ -390,7 +390,7 @@ class Beam:
         )
 
     def fed_path(self, tokens: Sequence[int]) -> list[int]:
-        """Returns the nodes on the path that starts with ``tokens``, as far as they were fed."""
+        """Return the nodes on the path that starts with ``tokens``, as far as they were fed."""
         children = {(self.parents[i], self.tokens[i]): i for i in range(self.fed)}
         path: list[int] = []
         node = -1
@@ -403,7 +403,7 @@ class Beam:
         return path
 
     def path(self, node: int) -> list[int]:
-        """Returns the nodes from the anchor's child down to ``node``; none for the anchor."""
+        """Return the nodes from the anchor's child down to ``node``; none for the anchor."""
         nodes: list[int] = []
         while node >= 0:
             nodes.append(node)
@@ -411,7 +411,7 @@ class Beam:
         return nodes[::-1]
 
     def frontier_tokens(self) -> list[list[int]]:
-        """Returns, for each node of the frontier, the tokens from the anchor's child to it."""
+        """Return, for each node of the frontier, the tokens from the anchor's child to it."""
         return [[self.tokens[each] for each in self.path(node)] for node in self.frontier]
 
     def _take(self, chain: Chain) -> None:
@@ -429,7 +429,7 @@ class Beam:
         self.trunk = self.fed = min(chain.fed, self.level - 1)
 
     def _end_level(self, start: int) -> None:
-        """Chooses the frontier among the nodes from ``start`` on."""
+        """Choose the frontier among the nodes from ``start`` on."""
         self.level += 1
         # A child scores at most as much as its parent, and loses ties to nodes added before it.
         worst, stop = self._worst_kept_score(), start

@@ -53,7 +53,7 @@ class TreeShape:
 
     @classmethod
     def of(cls, options: TreeChoices, levels: int, count: int) -> TreeShape:
-        """Returns the shape for the options of a method."""
+        """Return the shape for the options of a method."""
         last, survival = len(options.widths) - 1, options.min_survival
         return cls(
             tuple(options.widths[min(level, last)] for level in range(levels)),
@@ -102,7 +102,7 @@ class HostDraft:
 
 
 def text_pass(parts: Sequence[PassPart], inputs: StateRows | None = None) -> HostPass:
-    """Returns the pass over the parts of several generations, with hidden states of its rows."""
+    """Return the pass over the parts of several generations, with hidden states of its rows."""
     stops = accumulate(len(part.tokens) for part in parts)
     counts = [part.logit_rows for part in parts]
     return HostPass(
@@ -115,7 +115,7 @@ def text_pass(parts: Sequence[PassPart], inputs: StateRows | None = None) -> Hos
 
 
 def level_passes(starts: Sequence[int], lengths: Sequence[int], shape: TreeShape) -> list[HostPass]:
-    """Returns the passes for all levels but the first: over all nodes so far.
+    """Return the passes for all levels but the first: over all nodes so far.
 
     Args:
         starts: Cache slot of the first node, by sequence.
@@ -139,7 +139,7 @@ class Passes:
         self.contexts = draft.contexts  # contexts of each sequence
 
     def plan(self, index: int, ancestors: Tensor | None = None) -> TreePlan | None:
-        """Returns the plan of a pass, None if it has no rows; ``ancestors`` as in
+        """Return the plan of a pass, None if it has no rows; ``ancestors`` as in
         :class:`~paceline.kernels.TreePlan`."""
         each = self._passes[index]
         if not each.blocks:
@@ -149,21 +149,21 @@ class Passes:
         )
 
     def tokens(self, index: int) -> Tensor:
-        """Returns the tokens of its rows, int64 ``[M]``."""
+        """Return the tokens of its rows, int64 ``[M]``."""
         return send(torch.tensor(self._passes[index].tokens), self._device)
 
     def logit_rows(self, index: int) -> Tensor:
-        """Returns its rows that need logits, int64 ``[R]``."""
+        """Return its rows that need logits, int64 ``[R]``."""
         return send(torch.tensor(self._passes[index].logit_rows), self._device)
 
     def inputs(self, index: int) -> Tensor | None:
-        """Returns the hidden states of its rows, ``[M, width]``."""
+        """Return the hidden states of its rows, ``[M, width]``."""
         inputs = self._passes[index].inputs
         return None if inputs is None else inputs.tensor()
 
 
 def rank_on_device(rankers: Sequence[Ranker], lengths: Sequence[int], shape: TreeShape) -> Rank:
-    """Returns what ranks candidates for sequences with texts of some lengths."""
+    """Return what ranks candidates for sequences with texts of some lengths."""
 
     def rank(logits: Tensor, level: int) -> tuple[Tensor, Tensor]:
         parents = len(logits) // len(rankers)
@@ -181,7 +181,7 @@ class DeviceTrees:
     def __init__(
         self, shape: TreeShape, last: Tensor, rank: Rank, *, kernels: bool = False
     ) -> None:
-        """Begins trees.
+        """Begin trees.
 
         Args:
             shape: Their shape.
@@ -213,14 +213,14 @@ class DeviceTrees:
         return slice(self._shape.stops[self.level - 1], self._shape.stops[self.level])
 
     def begin_paths(self) -> Tensor:
-        """Keeps paths from now on. Returns those of trees whose nodes have no parents."""
+        """Keep paths from now on. Returns those of trees whose nodes have no parents."""
         trees, nodes = self.tokens.shape
         alone = torch.eye(nodes, dtype=torch.bool, device=self.tokens.device)
         self.paths = alone.repeat(trees, 1, 1)
         return self.paths
 
     def next_pass(self, passes: Passes) -> tuple[Tensor, TreePlan, Tensor]:
-        """Returns tokens, plan and logit rows of the pass for the next level, if the first pass is
+        """Return tokens, plan and logit rows of the pass for the next level, if the first pass is
         over the texts and the others are :func:`level_passes`."""
         level, stop, trees = self.level, self._shape.stops[self.level], len(self.tokens)
         device = self._last.device
@@ -233,7 +233,7 @@ class DeviceTrees:
         return self.tokens[:, :stop].flatten(), plan, rows[:, self.newest].flatten()
 
     def add_level(self, logits: Tensor, log_confidences: Tensor | None = None) -> None:
-        """Adds a level as :meth:`~paceline.drafter.growth.beam.Beam.add_level` does.
+        """Add a level as :meth:`~paceline.drafter.growth.beam.Beam.add_level` does.
 
         Args:
             logits: After each node of the newest level, or after the anchors, ``[S F, V]`` or of
@@ -290,13 +290,13 @@ class DeviceTrees:
         self._above = torch.where(expanded, best, -torch.inf)
 
     def packed(self) -> Tensor:
-        """Returns token, parent, score and log of the confidence of each node, float64
+        """Return token, parent, score and log of the confidence of each node, float64
         ``[S, N, 4]``."""
         return torch.stack([self.tokens.double(), self.parents.double(), *self._scores], -1)
 
 
 def read_trees(packed: Tensor, budgets: Sequence[Budget], shape: TreeShape) -> list[TokenTree]:
-    """Returns the best nodes of each tree within its budget, sorted by falling survival.
+    """Return the best nodes of each tree within its budget, sorted by falling survival.
 
     Args:
         packed: See :meth:`DeviceTrees.packed`; on the CPU, of trees with enough levels.
@@ -332,13 +332,13 @@ class DeviceModel(Protocol):
         """Name of its method."""
 
     def draft_passes(self, growing: Sequence[Any], shape: TreeShape) -> HostDraft:
-        """Returns the passes of a draft for generations whose trees have this shape."""
+        """Return the passes of a draft for generations whose trees have this shape."""
 
     def drafted(self, growing: Sequence[Any]) -> None:
-        """Notes that the passes for generations were launched."""
+        """Note that the passes for generations were launched."""
 
     def grow_on_device(self, passes: Passes, trees: DeviceTrees) -> None:
-        """Grows trees by these passes, without waiting for the device."""
+        """Grow trees by these passes, without waiting for the device."""
 
 
 class Graphs(Protocol):
@@ -348,7 +348,7 @@ class Graphs(Protocol):
         """Graphs captured so far."""
 
     def warm_up(self) -> None:
-        """Captures the graphs of all batches. Raises ``DeviceLost``: the device fails every call
+        """Capture the graphs of all batches. Raises ``DeviceLost`` if the device fails every call
         since."""
 
     def run(
@@ -358,7 +358,7 @@ class Graphs(Protocol):
         lengths: Sequence[int],
         last: Sequence[int],
     ) -> Tensor | None:
-        """Drafts for a batch; None if no graph can."""
+        """Draft for a batch; None if no graph can."""
 
 
 class DeviceGrowth(Growth):
@@ -374,7 +374,7 @@ class DeviceGrowth(Growth):
         kernels: bool = False,
         graphs: Graphs | None = None,
     ) -> None:
-        """Sets the model.
+        """Set the model.
 
         Args:
             model: Its passes. It owns the growth, which does not keep it in memory.
@@ -387,7 +387,7 @@ class DeviceGrowth(Growth):
         self.graphs = graphs
 
     def warm_up(self) -> None:
-        """Captures the CUDA graphs of all batches. One that cannot be captured is left out: its
+        """Capture the CUDA graphs of all batches. One that cannot be captured is left out: its
         batches are drafted for kernel by kernel. Raises ``DeviceLost``: the device fails every call
         since."""
         if self.graphs is None:

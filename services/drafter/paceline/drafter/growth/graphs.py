@@ -75,7 +75,7 @@ class PassShape:
 
 
 def text_and_levels(text: PassShape, level: PassShape, shape: TreeShape) -> list[PassShape]:
-    """Returns the shapes of a pass over texts, and of those over the nodes of their trees."""
+    """Return the shapes of a pass over texts, and of those over the nodes of their trees."""
     first = replace(text, tokens=True, logit_rows=1)
     return [first, *(replace(level, rows=stop) for stop in shape.stops[1:-1])]
 
@@ -99,7 +99,7 @@ class GraphModel(DeviceModel, Protocol):
         """Most positions of the target's KV that a draft reads; 0: it reads none, or all."""
 
     def pass_shapes(self, fed: int, shape: TreeShape) -> Sequence[PassShape]:
-        """Returns the shapes of a draft's passes for texts with ``fed`` new positions."""
+        """Return the shapes of a draft's passes for texts with ``fed`` new positions."""
 
 
 class DraftGraphs:
@@ -110,7 +110,7 @@ class DraftGraphs:
     """
 
     def __init__(self, model: GraphModel, settings: TreeSettings) -> None:
-        """Makes a runner without graphs for trees of one shape. The model owns the runner, which
+        """Make a runner without graphs for trees of one shape. The model owns the runner, which
         does not keep it in memory."""
         shape = TreeShape.of(settings.options, settings.max_depth, settings.logits)
         device = settings.device
@@ -144,7 +144,7 @@ class DraftGraphs:
         return self._capturing.captured
 
     def warm_up(self) -> None:
-        """Captures all graphs, the largest first, and logs how many there are. Their kernels are
+        """Capture all graphs, the largest first, and logs how many there are. Their kernels are
         compiled before: those of the largest, which are those of smaller ones too, except that
         products of quantised weights have tiles by their numbers of rows.
 
@@ -175,7 +175,7 @@ class DraftGraphs:
         lengths: Sequence[int],
         last: Sequence[int],
     ) -> Tensor | None:
-        """Drafts for a batch.
+        """Draft for a batch.
 
         Args:
             draft: Its passes.
@@ -212,7 +212,7 @@ class DraftGraphs:
         return True
 
     def graph(self, sequences: int, fed: int, noise: str) -> _Graph | None:
-        """Returns the graph for one of :data:`SEQUENCES`, :data:`FED` and :data:`NOISES`; None: it
+        """Return the graph for one of :data:`SEQUENCES`, :data:`FED` and :data:`NOISES`; None: it
         could not be captured."""
         key = (sequences, fed, noise)
 
@@ -328,7 +328,7 @@ class _Graph(Passes):
         return tilings_for(self._model.layers.config.group, self._bases[0], windows)
 
     def clear(self) -> None:
-        """Writes an empty batch to the tables."""
+        """Write an empty batch to the tables."""
         self.fill(HostDraft([HostPass()] * len(self._shapes), []), [], [], [])
 
     def fill(
@@ -338,7 +338,7 @@ class _Graph(Passes):
         lengths: Sequence[int],
         last: Sequence[int],
     ) -> bool:
-        """Writes a batch to the tables; arguments as of :meth:`DraftGraphs.run`.
+        """Write a batch to the tables; arguments as of :meth:`DraftGraphs.run`.
 
         Returns False if a cache cannot be read by wide loads, or for more work than there is room
         for.
@@ -366,7 +366,7 @@ class _Graph(Passes):
         return True
 
     def _fill_places(self, kind: int, caches: Sequence[KVCacheView]) -> bool:
-        """Writes where the caches of the texts (0) or their contexts (1) lie; returns whether wide
+        """Write where the caches of the texts (0) or their contexts (1) lie; returns whether wide
         loads can read them."""
         bases, count = self._bases[kind], len(caches)
         layers, heads, _, dim = bases.shape
@@ -402,7 +402,7 @@ class _Graph(Passes):
         return wide
 
     def _fill_pages(self, index: int, pages: KvPages | None) -> bool:
-        """Writes where the KV that is gathered for a sequence lies; returns False if it cannot be
+        """Write where the KV that is gathered for a sequence lies; returns False if it cannot be
         gathered."""
         if pages is None or not len(self._gathered):
             return False
@@ -426,7 +426,7 @@ class _Graph(Passes):
         return True
 
     def _fill_states(self, number: int, inputs: StateRows | None) -> None:
-        """Writes where the hidden states of a pass lie, and copies those that do not lie in
+        """Write where the hidden states of a pass lie, and copies those that do not lie in
         pages."""
         from paceline.kernels.triton.gather import NO_PLACE
 
@@ -519,7 +519,7 @@ class _Graph(Passes):
 
 
 def context_blocks(each: HostPass, contexts: Sequence[Context]) -> Sequence[QueryBlock]:
-    """Returns the blocks of a pass as rows that attend to the whole contexts."""
+    """Return the blocks of a pass as rows that attend to the whole contexts."""
     last = [context.length - 1 for context in contexts]
     if isinstance(each.blocks, EqualBlocks):
         first = ContextBlock(0, last[0], None, each.blocks.first.length)
@@ -531,6 +531,6 @@ def context_blocks(each: HostPass, contexts: Sequence[Context]) -> Sequence[Quer
 
 
 def _fill(table: NDArray[Any], numbers: Sequence[int] | NDArray[Any]) -> None:
-    """Writes the first rows of a table, and zeros to the others."""
+    """Write the first rows of a table, and zeros to the others."""
     table[: len(numbers)] = numbers
     table[len(numbers) :] = 0

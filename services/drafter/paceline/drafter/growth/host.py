@@ -25,7 +25,7 @@ class LevelModel(Protocol):
     """A model whose trees grow level by level."""
 
     def grow_level(self, growing: Sequence[Any]) -> None:
-        """Adds one level to the tree of each generation, by one forward pass over all
+        """Add one level to the tree of each generation, by one forward pass over all
         frontiers."""
 
 
@@ -66,7 +66,7 @@ class HostGrowth(Growth):
 def forward_parts(
     forward: Forward, parts: Sequence[PassPart], device: torch.device
 ) -> list[Tensor]:
-    """Runs one forward pass over the parts of several generations.
+    """Run one forward pass over the parts of several generations.
 
     Args:
         forward: The pass of the model.

@@ -42,7 +42,7 @@ class GrownSequence(DraftSequence, Generic[P]):
         return tree
 
     def begin(self, budget: Budget) -> bool:
-        """Begins the tree of a round. Returns False if nothing can be drafted.
+        """Begin the tree of a round. Returns False if nothing can be drafted.
 
         Raises:
             KvGone: The cache whose KV or hidden states are read is gone.
@@ -74,18 +74,18 @@ class TreeGrowth:
     """
 
     def __init__(self, host: HostGrowth, *preferred: Growth) -> None:
-        """Sets the ways: ``preferred`` ones in their order, then the host, which takes all."""
+        """Set the ways: ``preferred`` ones in their order, then the host, which takes all."""
         self.host = host
         self.ways: list[Growth] = [*preferred, host]
 
     def start(self, passes: TextPasses) -> Growth:
-        """Returns the way in which the trees of a generation grow."""
+        """Return the way in which the trees of a generation grow."""
         return next(way for way in self.ways if way.start(passes))
 
     def draft_many(
         self, rounds: Sequence[tuple[DraftSequence, Budget]]
     ) -> Sequence[TokenTree | KvGone]:
-        """Grows one tree for each round, with shared forward passes.
+        """Grow one tree for each round, with shared forward passes.
 
         That a cache still exists is checked once, when all trees are on the host.
         """

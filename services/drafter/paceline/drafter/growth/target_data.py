@@ -27,7 +27,7 @@ class KvLayers(Protocol):
     context_layers: int  # layers that attend to contexts
 
     def states(self, states: Tensor) -> Tensor:
-        """Returns the target's hidden states ``[n, taps * hidden]`` as inputs of the layers."""
+        """Return the target's hidden states ``[n, taps * hidden]`` as inputs of the layers."""
 
 
 class TargetKv:
@@ -39,7 +39,7 @@ class TargetKv:
     def __init__(
         self, kv: KvReader, number: int, layer: KvLayers, *, deferred: bool = False
     ) -> None:
-        """Takes what the newest :meth:`KvReader.refresh` selected.
+        """Take what the newest :meth:`KvReader.refresh` selected.
 
         Args:
             kv: Reads the cache.
@@ -56,7 +56,7 @@ class TargetKv:
         """Number of positions, 1 or more."""
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Returns keys and values, each ``[Hkv, n, D]``.
+        """Return keys and values, each ``[Hkv, n, D]``.
 
         Raises:
             KvGone: The page table is invalid.
@@ -86,14 +86,14 @@ class StateRows:
         convert: Callable[[Tensor], Tensor],
         repeats: int = 1,
     ) -> None:
-        """Takes blocks, and what makes inputs ``[n, width]`` of states ``[n, layers * hidden]``."""
+        """Take blocks, and what makes inputs ``[n, width]`` of states ``[n, layers * hidden]``."""
         self.blocks = blocks  # their positions, block after block
         self.repeats = repeats
         """How often each position of a block is read, one row after the other."""
         self._convert = convert
 
     def tensor(self) -> Tensor:
-        """Returns the inputs ``[rows, width]``.
+        """Return the inputs ``[rows, width]``.
 
         Raises:
             KvGone: See :meth:`StateSlice.read`.
@@ -101,6 +101,6 @@ class StateRows:
         return self._convert(torch.cat([self.rows(block) for block in self.blocks]))
 
     def rows(self, block: StateSlice) -> Tensor:
-        """Returns the states of the rows of one of the blocks; errors as for :meth:`tensor`."""
+        """Return the states of the rows of one of the blocks; errors as for :meth:`tensor`."""
         states = block.read()
         return states if self.repeats == 1 else states.repeat_interleave(self.repeats, 0)

@@ -26,7 +26,7 @@ Source = TypeVar("Source")
 
 
 def required(source: Source | None, method: str, what: str) -> Source:
-    """Returns the target's data of a generation.
+    """Return the target's data of a generation.
 
     Raises:
         ValueError: The generation comes without it.
@@ -40,7 +40,7 @@ def required(source: Source | None, method: str, what: str) -> Source:
 
 
 def chain_blocks(index: int, begin: int, end: int) -> list[QueryBlock]:
-    """Returns positions ``begin`` to ``end`` of cache ``index``, cut at multiples of ``CHUNK``.
+    """Return positions ``begin`` to ``end`` of cache ``index``, cut at multiples of ``CHUNK``.
 
     With these cuts the bits of their KV do not depend on how a text is split over forward passes.
     """
@@ -72,7 +72,7 @@ class TreeChoices(Protocol):
 
     @property
     def levels(self) -> int:
-        """Longest path. Unit: tokens."""
+        """Maximum depth. Unit: tokens."""
 
     @property
     def drafted(self) -> int:
@@ -125,7 +125,7 @@ class TreeSettings:
         device: torch.device | None = None,
         drafted: Tensor | None = None,
     ) -> TreeSettings:
-        """Returns the settings for a model of a shape; ``drafted`` as above."""
+        """Return the settings for a model of a shape; ``drafted`` as above."""
         device = device or torch.device("cpu")
         copied = None if drafted is None or device.type == "cpu" else send(drafted, device)
         return cls(options, shape.vocab_size, shape.max_position, device, drafted, copied)
@@ -137,7 +137,7 @@ class TreeSettings:
 
     @property
     def max_depth(self) -> int:
-        """Longest path. Unit: tokens."""
+        """Maximum depth. Unit: tokens."""
         return self.options.levels
 
     @property
@@ -156,7 +156,7 @@ class GrownText:
     def __init__(
         self, settings: TreeSettings, generation: GenerationInfo, kept: int | None = None
     ) -> None:
-        """Starts a text that keeps this many of its newest tokens; None: all."""
+        """Start a text that keeps this many of its newest tokens; None: all."""
         tokens, options = generation.tokens, settings.options
         self.tokens: list[int] | deque[int] = list(tokens) if kept is None else deque(tokens, kept)
         """The text, or its newest tokens."""
@@ -202,34 +202,34 @@ class GrownText:
         return self.beam
 
     def limits(self, budget: Budget) -> Budget | None:
-        """Returns the limits of a round's tree; None if nothing can be drafted."""
+        """Return the limits of a round's tree; None if nothing can be drafted."""
         settings = self._settings
         depth = min(budget.depth, settings.max_depth, settings.max_position - self.length + 1)
         nodes = min(budget.nodes, settings.max_nodes)
         return Budget(nodes, depth) if nodes > 0 and depth > 0 else None
 
     def begin_beam(self, limits: Budget, ahead: Chain | None) -> None:
-        """Begins a tree with the nodes that were drafted ahead."""
+        """Begin a tree with the nodes that were drafted ahead."""
         self.beam = Beam(limits, self.widths, self._settings.options.min_survival, ahead)
 
     def rank(self, logits: Tensor) -> Ranked:
-        """Ranks the children of the frontier's nodes from their logits ``[frontier, V]``."""
+        """Rank the children of the frontier's nodes from their logits ``[frontier, V]``."""
         beam = self.tree
         position = self.length + beam.level
         return self.ranker.rank(logits, position, beam.frontier_tokens(), beam.width)
 
     def grow(self, logits: Tensor) -> None:
-        """Adds a level to the tree from the logits ``[frontier, V]`` of the block that was fed."""
+        """Add a level to the tree from the logits ``[frontier, V]`` of the block that was fed."""
         if self.tree.level:
             self.tree.mark_fed()
         self.tree.add_level(self.rank(logits))
 
     def newest(self, begin: int, end: int) -> list[int]:
-        """Returns the tokens at positions ``begin`` to ``end``, all among those that are kept."""
+        """Return the tokens at positions ``begin`` to ``end``, all among those that are kept."""
         return [self.tokens[at - self.length] for at in range(begin, end)]
 
     def text_part(self, index: int, begin: int, end: int, slot: int) -> PassPart:
-        """Returns positions ``begin`` to ``end`` of the text, to be fed.
+        """Return positions ``begin`` to ``end`` of the text, to be fed.
 
         ``index`` is that of the text's cache in the pass, ``slot`` that of the first position.
         """
@@ -237,7 +237,7 @@ class GrownText:
         return PassPart(self.newest(begin, end), range(begin, end), blocks, 1)
 
     def tree_part(self, index: int, slot: int) -> PassPart:
-        """Returns the nodes of the tree to be fed for its next level; arguments as of
+        """Return the nodes of the tree to be fed for its next level; arguments as of
         :meth:`text_part`, ``slot`` is that of the tree's first node."""
         beam = self.tree
         tokens, parents = beam.block()
@@ -246,7 +246,7 @@ class GrownText:
         return PassPart(tokens, positions, [block], len(beam.frontier))
 
     def chain_grows(self) -> bool:
-        """Makes the last node of a chain the frontier, to draft ahead. Returns False if there is
+        """Make the last node of a chain the frontier, to draft ahead. Returns False if there is
         no such node or no room behind it."""
         return (
             self.beam is not None
@@ -270,7 +270,7 @@ class TextPasses(ABC):
         """See :meth:`~paceline.drafter.generation.DraftSequence.warm`."""
 
     def extend(self, tokens: Sequence[int]) -> None:  # noqa: B027 - for methods that keep more
-        """Notes emitted tokens before :attr:`text` gets them."""
+        """Note emitted tokens before :attr:`text` gets them."""
 
     @abstractmethod
     def prepare(self) -> bool:
@@ -281,7 +281,7 @@ class TextPasses(ABC):
         """
 
     def fill(self, text: DraftText) -> None:  # noqa: B027 - only methods with native drafts need it
-        """Sets the fields of a text that differ from one native call to the next, and counts what
+        """Set the fields of a text that differ from one native call to the next, and counts what
         the call will write as written."""
 
     def begin_ahead(self) -> bool:
@@ -293,14 +293,14 @@ class TextPasses(ABC):
         return False
 
     def finish(self) -> None:  # noqa: B027 - only methods that read a target need it
-        """Ends the round.
+        """End the round.
 
         Raises:
             KvGone: The cache was released while it was read.
         """
 
     def close(self) -> None:  # noqa: B027 - only methods that hold more than memory need it
-        """Releases memory."""
+        """Release memory."""
 
 
 class Growth(ABC):
@@ -315,8 +315,8 @@ class Growth(ABC):
 
     @abstractmethod
     def begin(self, passes: TextPasses, limits: Budget, ahead: Chain | None) -> None:
-        """Begins the tree of a round within limits, with the nodes that were drafted ahead."""
+        """Begin the tree of a round within limits, with the nodes that were drafted ahead."""
 
     @abstractmethod
     def grow(self, rounds: Sequence[tuple[TextPasses, Budget]]) -> list[TokenTree]:
-        """Grows the tree of each round that was begun; budgets have the deadlines."""
+        """Grow the tree of each round that was begun; budgets have the deadlines."""

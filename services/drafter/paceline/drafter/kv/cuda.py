@@ -89,7 +89,7 @@ class PoolReader(MappedReader):
         self._pool.close()
 
     def _places(self, rows: NDArray[np.int64], size: int) -> tuple[Tensor, Tensor]:
-        """Returns page and row in the page of rows in pages of ``size``, on the device that reads.
+        """Return page and row in the page of rows in pages of ``size``, on the device that reads.
 
         Raises:
             KvGone: An entry of the page table is not a page of the pool.
@@ -100,7 +100,7 @@ class PoolReader(MappedReader):
         return found, at
 
     def _checked(self, pages: NDArray[Any]) -> NDArray[Any]:
-        """Returns entries of the page table. Raises ``KvGone``: one is not a page of the pool."""
+        """Return entries of the page table. Raises ``KvGone``: one is not a page of the pool."""
         if len(pages) and not 0 <= pages.min() <= pages.max() < len(self._memory):
             raise KvGone("the verifier's page table leads out of its pool")
         return pages
@@ -181,7 +181,7 @@ class CudaKv(PoolReader, KvReader):
         )
 
     def gather(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns copies of keys and values at positions, each ``[Hkv, n, D]``, on the GPU.
+        """Return copies of keys and values at positions, each ``[Hkv, n, D]``, on the GPU.
 
         Positions are int64 ``[n]`` on the CPU, all below :attr:`committed`.
 
@@ -272,13 +272,13 @@ class CudaStates(PoolReader, StateReader):
         return StateSlice(first, read, addresses, self._rows.dtype)
 
     def _rows_of(self, begin: int, end: int) -> NDArray[np.int64]:
-        """Returns the numbers of the rows of positions, ``[end - begin, layers]``."""
+        """Return the numbers of the rows of positions, ``[end - begin, layers]``."""
         slots = np.arange(begin, end) % self._slots
         rows: NDArray[np.int64] = slots[:, None] * self._kept + self._indices
         return rows
 
     def _available(self, begin: int, end: int) -> int:
-        """Returns the first position from ``begin`` on that is still kept, and notes that it is
+        """Return the first position from ``begin`` on that is still kept, and notes that it is
         read."""
         first = min(end, max(begin, oldest_kept(self.committed, self._window, self._slots)))
         self._unchecked = min(self._unchecked, first)
@@ -301,7 +301,7 @@ class CudaStates(PoolReader, StateReader):
 
 
 def pool_reader(file: CacheFile, device: str) -> tuple[CudaDriver, int]:
-    """Returns the driver, and the ordinal of the device that reads the pool of a cache in pages.
+    """Return the driver, and the ordinal of the device that reads the pool of a cache in pages.
 
     Raises:
         KvNotShared: Other processes cannot map it, or the drafter, on ``device``, cannot read it.

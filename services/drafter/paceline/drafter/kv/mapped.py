@@ -73,7 +73,7 @@ class CacheFile:
 
         The memory keeps its contents after a release or the end of the verifier, so what was read
         before a failing check is useless, but never another cache's. That the verifier has ended is
-        seen at its connection, whose sequences are closed then. Raises ``KvGone``: the verifier
+        seen at its connection, whose sequences are closed then. Raises ``KvGone`` if the verifier
         released the cache, or the mapping was closed.
         """
         self._check_open()
@@ -95,7 +95,7 @@ class CacheFile:
             del self._memory
 
     def array(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Returns a dense array that begins at a byte of the file, read-only.
+        """Return a dense array that begins at a byte of the file, read-only.
 
         Raises:
             KvNotShared: It is empty, or does not lie in the file.
@@ -113,7 +113,7 @@ class CacheFile:
         return found.view(*shape)
 
     def numbers(self, layers: Iterable[int]) -> dict[int, int]:
-        """Returns the number of each layer of keys and values, as counted from 0.
+        """Return the number of each layer of keys and values, as counted from 0.
 
         Raises:
             KvNotShared: The target has no such layer.
@@ -135,13 +135,13 @@ class CacheFile:
 
     @property
     def kv_dtype(self) -> torch.dtype:
-        """Type of keys and values. Raises ``KvNotShared``: it is unknown."""
+        """Type of keys and values. Raises ``KvNotShared`` if it is unknown."""
         return _dtype(self.layout.dtype, KV_TYPES)
 
     def kept_states(
         self, layers: Sequence[int], window: int
     ) -> tuple[kv_pb2.HiddenStateLayout, torch.dtype]:
-        """Returns the layout and the type of the hidden states.
+        """Return the layout and the type of the hidden states.
 
         Raises:
             KvNotShared: Those of a layer, or of so many newest positions, are not kept.
@@ -208,13 +208,13 @@ class SharedKv(MappedReader, StreamingReader):
         self.byte_size = len(numbers) * stored[0].nbytes
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Returns keys (after RoPE) and values of a layer on the CPU, each ``[heads, capacity,
+        """Return keys (after RoPE) and values of a layer on the CPU, each ``[heads, capacity,
         head_dim]``, last dimension dense; int8 as in :mod:`paceline.kernels.caches`. Raises
         ``KeyError``: the layer was not mapped, or the mapping was closed."""
         return self._views[index]
 
     def gather(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns copies of keys and values at positions, each ``[Hkv, n, D]``.
+        """Return copies of keys and values at positions, each ``[Hkv, n, D]``.
 
         Positions are int64 ``[n]`` on the CPU, all below :attr:`committed`.
         """
@@ -270,7 +270,7 @@ class SharedStates(MappedReader, StateReader):
 
 
 def oldest_kept(committed: int, window: int, slots: int) -> int:
-    """Returns the oldest position to read whose row cannot be overwritten at a committed length.
+    """Return the oldest position to read whose row cannot be overwritten at a committed length.
 
     ``window`` is the drafter's, 0: all; the verifier keeps ``slots`` positions. Unit: tokens.
     """
@@ -278,7 +278,7 @@ def oldest_kept(committed: int, window: int, slots: int) -> int:
 
 
 def _dtype(number: kv_pb2.KvDtype, known: Mapping[kv_pb2.KvDtype, torch.dtype]) -> torch.dtype:
-    """Returns the torch type of a number in a layout. Raises ``KvNotShared``: it is not one of
+    """Return the torch type of a number in a layout. Raises ``KvNotShared`` if it is not one of
     those known."""
     if number not in known:
         raise KvNotShared(

@@ -44,7 +44,7 @@ class StateSlice:
         addresses: NDArray[np.int64] | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Takes states ``[count, layers * hidden]``; or addresses, a type and what copies them."""
+        """Take states ``[count, layers * hidden]``; or addresses, a type and what copies them."""
         self.first = first  # the first position
         self.dtype = dtype  # type of states that lie in pages
         self.addresses = addresses
@@ -58,7 +58,7 @@ class StateSlice:
             self.count = len(states)
 
     def read(self) -> Tensor:
-        """Returns the states ``[count, layers * hidden]``.
+        """Return the states ``[count, layers * hidden]``.
 
         Raises:
             KvGone: The page table is invalid, or rows may have been overwritten.
@@ -95,7 +95,7 @@ class CacheReader(ABC):
     @abstractmethod
     def check(self) -> None:
         """Check that the cache still exists: call it after reading, before using what was read.
-        Raises ``KvGone``: the cache was released, its verifier has ended, or its updates are
+        Raises ``KvGone`` if the cache was released, its verifier has ended, or its updates are
         invalid."""
 
     def settle(self) -> None:
@@ -119,7 +119,7 @@ class KvReader(CacheReader):
 
     @property
     def updates(self) -> int:
-        """Updates of a selection that were applied so far."""
+        """Update of a selection that were applied so far."""
         return 0
 
     @property
@@ -149,7 +149,7 @@ class KvReader(CacheReader):
 
     @abstractmethod
     def parts(self, layer: int) -> list[tuple[Tensor, Tensor]]:
-        """Returns keys and values of the selected positions of a layer, read-only.
+        """Return keys and values of the selected positions of a layer, read-only.
 
         Args:
             layer: One of :attr:`layers`.
@@ -164,7 +164,7 @@ class KvReader(CacheReader):
         """
 
     def pages(self, layer: int) -> KvPages | None:
-        """Returns where the selected positions of a layer lie; None if they do not lie in pages of
+        """Return where the selected positions of a layer lie; None if they do not lie in pages of
         one GPU, or no kernel can gather them.
 
         Raises:
@@ -180,7 +180,7 @@ class StreamingReader(KvReader):
 
     @abstractmethod
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Returns keys and values of a layer, each ``[Hkv, capacity, D]``; int8 as in
+        """Return keys and values of a layer, each ``[Hkv, capacity, D]``; int8 as in
         :mod:`paceline.kernels.caches`."""
 
     def refresh(self, below: int, budget: int) -> int:

@@ -59,11 +59,11 @@ class DeltaCache:
         return len(self._positions[0])
 
     def positions(self, index: int) -> Tensor:
-        """Returns the positions of a layer, int64 ``[n]``, in the order of the table."""
+        """Return the positions of a layer, int64 ``[n]``, in the order of the table."""
         return self._positions[index]
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Returns keys and values of a layer, each ``[Hkv, n, D]``; :meth:`apply` changes them."""
+        """Return keys and values of a layer, each ``[Hkv, n, D]``; :meth:`apply` changes them."""
         keys, values = self._planes[index][:, :, : len(self._positions[index])]
         return keys, values
 
@@ -192,7 +192,7 @@ class UpdateStream(ABC):
 
     @abstractmethod
     def _limit(self) -> int:
-        """Returns the most positions that an update may bring, summed over layers."""
+        """Return the most positions that an update may bring, summed over layers."""
 
     @abstractmethod
     async def _receive(self, update: CacheUpdate) -> None:

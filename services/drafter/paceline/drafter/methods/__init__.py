@@ -33,12 +33,12 @@ def _methods() -> dict[str, EntryPoint]:
 
 
 def method_names() -> list[str]:
-    """Returns the names of all installed methods, those of other packages first."""
+    """Return the names of all installed methods, those of other packages first."""
     return list(_methods())
 
 
 def method_class(name: str) -> type[Drafter]:
-    """Imports a method. Nothing that other methods need is imported.
+    """Import a method. Nothing that other methods need is imported.
 
     Raises:
         LoadError: UNKNOWN_METHOD: no installed method has this name, or it is no :class:`Drafter`.

@@ -58,7 +58,7 @@ _DTYPES = {
 
 
 def required_folder(method: str, folder: Path | None) -> Path:
-    """Returns the folder or GGUF file of a method with weights. Raises ``LoadError``:
+    """Return the folder or GGUF file of a method with weights. Raises ``LoadError``:
     FOLDER_MISSING: None was given."""
     if folder is None:
         raise LoadError("FOLDER_MISSING", f"{method} needs a model folder: {method}:DIR")
@@ -68,7 +68,7 @@ def required_folder(method: str, folder: Path | None) -> Path:
 def load_model(
     folder: Path, resources: Resources, load: Callable[P, T], *args: P.args, **kwargs: P.kwargs
 ) -> T:
-    """Calls ``load`` on a thread that ends afterwards, and returns its result.
+    """Call ``load`` on a thread that ends afterwards, and returns its result.
 
     The OpenMP workers of a thread end with it. If they stayed, they and the drafting thread's own
     would outnumber the cores and slow every operation.
@@ -254,7 +254,7 @@ class TargetRef:
 
     @classmethod
     def of(cls, path: str | Path) -> TargetRef:
-        """Reads a target, including all its weights.
+        """Read a target, including all its weights.
 
         Raises:
             UnsupportedModelError: A folder without safetensors weights, or a damaged file.
@@ -273,7 +273,7 @@ class TargetRef:
 def speculators_fields(
     architecture: str, algorithm: str, proposal_type: str, levels: int, target: TargetRef
 ) -> dict[str, Any]:
-    """Returns the fields that name a drafter in a config.json of speculators.
+    """Return the fields that name a drafter in a config.json of speculators.
 
     ``algorithm`` is the type of the drafter, ``levels`` the tokens of a proposal.
     """
@@ -304,7 +304,7 @@ def write_checkpoint(
     section: Mapping[str, Any],
     notes: Mapping[str, Any] | None,
 ) -> None:
-    """Writes a drafter's folder.
+    """Write a drafter's folder.
 
     Tensors are of any float type and get ``dtype`` in the file. ``section`` has the fields of the
     ``paceline`` section that belong to the method; ``notes`` on how it was trained are written
@@ -343,7 +343,7 @@ def read_shape(
     parse: Callable[[dict[str, Any]], Shape],
     tensor: str = "fc.weight",
 ) -> tuple[Shape, torch.dtype]:
-    """Reads a drafter's shape from its config.json with ``parse``, and the type of its tensors, by
+    """Read a drafter's shape from its config.json with ``parse``, and the type of its tensors, by
     that of one of them.
 
     Raises:
@@ -383,7 +383,7 @@ def _stored_dtype(folder: str | Path, name: str) -> torch.dtype:
 def check_tensors(
     folder: str | Path, config: LayerShape, model: Callable[[Any], DraftModel]
 ) -> dict[str, tuple[int, ...]]:
-    """Checks names and shapes of all tensors of a drafter except the target's, without reading.
+    """Check names and shapes of all tensors of a drafter except the target's, without reading.
 
     Returns:
         Shapes by name.
@@ -416,7 +416,7 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
 ) -> dict[str, Tensor]:
-    """Reads all tensors of a drafter except the target's.
+    """Read all tensors of a drafter except the target's.
 
     ``model`` makes the drafter in training of a shape; its tensors have the same names. Raises
     ``UnsupportedModelError``: a tensor is missing, has another shape, or is not known, which means
@@ -445,7 +445,7 @@ class TargetEmbedding:
         tokens: Tensor | None = None,
         bits: int = 0,
     ) -> None:
-        """Takes both matrices; a plain one is of ``dtype``.
+        """Take both matrices; a plain one is of ``dtype``.
 
         With ``tokens``, the head keeps their rows alone, unless it has no others; ``bits`` as for
         :func:`linear`.
@@ -473,7 +473,7 @@ class TargetEmbedding:
         device: torch.device | str,
         bits: int = 0,
     ) -> TargetEmbedding:
-        """Reads each from the drafter's folder if it holds it, otherwise from the target's; without
+        """Read each from the drafter's folder if it holds it, otherwise from the target's; without
         a folder from the target's.
 
         A head in the drafter's folder may have the rows of the drafted tokens alone. The head gets

@@ -57,7 +57,7 @@ class FeedbackLayers(DraftLayers):
     is of the token at position p + 1, which is read with the state of position p."""
 
     def level_program(self, level: int) -> int:
-        """Returns the number of the program that reads a text (level 0), or the nodes of a
+        """Return the number of the program that reads a text (level 0), or the nodes of a
         level."""
         return min(level, 1) + 1
 
@@ -109,7 +109,7 @@ class FeedbackPasses(TextPasses):
         return self._fresh
 
     def part(self, index: int) -> PassPart:
-        """Returns what to feed for the next level; ``index`` is that of its cache in the pass."""
+        """Return what to feed for the next level; ``index`` is that of its cache in the pass."""
         end = self.text.length - 1 - self.cache.base
         if self.text.tree.level:
             return self.text.tree_part(index, end)
@@ -117,7 +117,7 @@ class FeedbackPasses(TextPasses):
         return self.text.text_part(index, self.text.length - count, self.text.length, end - count)
 
     def inputs(self) -> Tensor:
-        """Returns the hidden states that :meth:`part` reads."""
+        """Return the hidden states that :meth:`part` reads."""
         beam = self.text.tree
         if not beam.level:
             return self._drafter.layers.states(self.fresh.read())
@@ -125,7 +125,7 @@ class FeedbackPasses(TextPasses):
         return self._outputs[send(parents + 1, self._outputs.device)]
 
     def add_level(self, logits: Tensor, outputs: Tensor) -> None:
-        """Adds a level to the tree from the logits of :meth:`part`, ``[frontier, V]``, and the
+        """Add a level to the tree from the logits of :meth:`part`, ``[frontier, V]``, and the
         outputs of the same rows."""
         beam = self.text.tree
         if not beam.level:
@@ -182,7 +182,7 @@ class FeedbackDrafter(Drafter):
     def __init__(
         self, layers: FeedbackLayers, options: FeedbackOptions, fit: Fit, size: int
     ) -> None:
-        """Builds a drafter of layers and options; ``size`` is the bytes of its own weights."""
+        """Build a drafter of layers and options; ``size`` is the bytes of its own weights."""
         self.layers, self.options = layers, options
         self.shape, self.device = layers.config, layers.device
         self.fit, self.needs, self.weight_bytes = fit, options.needs(layers.config), size

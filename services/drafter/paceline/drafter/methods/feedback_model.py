@@ -49,7 +49,7 @@ class FeedbackModel(DraftModel):
         seen: Tensor,
         past: KeysValues | None = None,
     ) -> tuple[Tensor, Tensor, KeysValues]:
-        """Runs the layer over S positions; the last Q of them have outputs.
+        """Run the layer over S positions; the last Q of them have outputs.
 
         Args:
             embedded: The target's embedding of the tokens, ``[B, S, hidden]``.

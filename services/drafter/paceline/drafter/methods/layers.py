@@ -63,7 +63,7 @@ def _own_name(name: str) -> str:
 
 
 def drafted_tokens(folder: Path, config: LayerShape) -> Tensor | None:
-    """Reads the target's id of each token that is drafted, int64 ``[R]``; None: all tokens.
+    """Read the target's id of each token that is drafted, int64 ``[R]``; None: all tokens.
 
     Raises:
         UnsupportedModelError: They are missing, are not that many rising ids, or ``t2d`` tells of
@@ -90,7 +90,7 @@ def drafted_tokens(folder: Path, config: LayerShape) -> Tensor | None:
 
 
 def draft_rows(drafted: Tensor | None, tokens: Tensor) -> Tensor:
-    """Returns the row of each token among the drafted ones.
+    """Return the row of each token among the drafted ones.
 
     Args:
         drafted: Their ids, rising, int64 ``[R]``; None: all.
@@ -131,7 +131,7 @@ class LayerShape:
     kv_heads: int  # key and value heads; divides ``q_heads``
     head_dim: int  # width of a head
     vocab_size: int  # rows of the target's embedding
-    max_position: int  # longest context, in tokens
+    max_position: int  # maximum context, in tokens
     norm_eps: float  # epsilon of every RMS norm
     rope_parameters: Mapping[str, Any]  # ``rope_parameters`` of a transformers configuration
     draft_vocab_size: int = field(default=0, kw_only=True)
@@ -154,7 +154,7 @@ class LayerShape:
             )
 
     def to_hf(self) -> dict[str, Any]:
-        """Returns the fields as a transformers configuration names them."""
+        """Return the fields as a transformers configuration names them."""
         fields = {key: getattr(self, name) for name, key in self.HF_FIELDS.items()}
         rope = dict(self.rope_parameters)
         return fields | {"rms_norm_eps": self.norm_eps, "rope_parameters": rope}
@@ -176,7 +176,7 @@ class LayerShape:
 
     @classmethod
     def for_target(cls, path: str | Path, **fields: Any) -> Self:
-        """Returns the shape of a drafter's layers for a target.
+        """Return the shape of a drafter's layers for a target.
 
         Args:
             path: The target's Hugging Face folder or GGUF file.
@@ -307,7 +307,7 @@ def reduced_vocabulary(described: Mapping[str, Any], layer: Mapping[str, Any]) -
 
 
 def whole_config(layer: Mapping[str, Any], kinds: Sequence[str]) -> Mapping[str, Any]:
-    """Returns a transformers configuration of layers with all its fields.
+    """Return a transformers configuration of layers with all its fields.
 
     Args:
         layer: The configuration as it is in a file.
@@ -406,37 +406,37 @@ class LayerWeights:
         return Heads(self.config.q_heads, self.config.kv_heads, self.config.head_dim)
 
     def recorder(self, dtype: torch.dtype) -> Recorder:
-        """Begins a program of the layers, whose hidden states have a type."""
+        """Begin a program of the layers, whose hidden states have a type."""
         return Recorder(self.heads, dtype, numerics=self.numerics)
 
     def norm(self, name: str) -> Norm:
         return Norm(self.tensors[f"{name}.weight"].float(), self.config.norm_eps)
 
     def matrix(self, *names: str) -> Linear:
-        """Returns linear layers of one input as one layer."""
+        """Return linear layers of one input as one layer."""
         if names not in self._made:
             parts = [self.tensors[f"{name}.weight"] for name in names]
             self._made[names] = linear(parts, self.bits, names[-1].endswith("down_proj"))
         return self._made[names]
 
     def head_norms(self, base: str) -> tuple[Norm, Norm]:
-        """Returns the norms of query and key heads of the layer ``base``."""
+        """Return the norms of query and key heads of the layer ``base``."""
         return self.norm(f"{base}self_attn.q_norm"), self.norm(f"{base}self_attn.k_norm")
 
     def feed_forward(self, program: Recorder, x: int, delta: int, base: str) -> int:
-        """Records ``x += delta`` and the feed-forward block of a layer; returns its output."""
+        """Record ``x += delta`` and the feed-forward block of a layer; returns its output."""
         inputs = program.add_norm(x, delta, self.norm(f"{base}post_attention_layernorm"))
         return self.gated(program, inputs, base)
 
     def gated(self, program: Recorder, inputs: int, base: str) -> int:
-        """Records the feed-forward block of a layer without its norm; returns its output."""
+        """Record the feed-forward block of a layer without its norm; returns its output."""
         gate_up = self.matrix(f"{base}mlp.gate_proj", f"{base}mlp.up_proj")
         gated = program.gate(program.multiply(inputs, gate_up))
         return program.multiply(gated, self.matrix(f"{base}mlp.down_proj"))
 
 
 def linear(parts: Sequence[Tensor], bits: int, down: bool = False) -> Linear:
-    """Returns linear layers ``[out, in]`` of one input as one layer.
+    """Return linear layers ``[out, in]`` of one input as one layer.
 
     With 8 ``bits`` the weights get one scale an output over rotated inputs
     (:mod:`paceline.kernels.rotated`), larger parts of them for a ``down`` projection; off the CPU
@@ -505,13 +505,13 @@ class Mlp(nn.Module):
 
 
 def apply_rope(x: Tensor, factors: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotates heads ``[..., D]`` by cosines and sines, each ``[..., D / 2]``."""
+    """Rotate heads ``[..., D]`` by cosines and sines, each ``[..., D / 2]``."""
     cos, sin = factors
     low, high = x.float().chunk(2, dim=-1)
     return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(x.dtype)
 
 
 def split_heads(x: Tensor, dim: int) -> Tensor:
-    """Reshapes ``[B, S, H D]`` to ``[B, H, S, D]``."""
+    """Reshape ``[B, S, H D]`` to ``[B, H, S, D]``."""
     heads: Tensor = x.unflatten(-1, (-1, dim))
     return heads.transpose(1, 2)

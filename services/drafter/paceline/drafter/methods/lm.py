@@ -78,7 +78,7 @@ class TopChunks:
         self._length = 0
 
     def add(self, positions: Tensor, weights: Tensor) -> None:
-        """Adds attention weights, float ``[n]``, to the scores of rising positions, ``[n]``."""
+        """Add attention weights, float ``[n]``, to the scores of rising positions, ``[n]``."""
         self._length = max(self._length, int(positions[-1]) + 1)
         if self._length > len(self._scores):
             more = torch.zeros(2 * self._length - len(self._scores))
@@ -86,7 +86,7 @@ class TopChunks:
         self._scores[positions] += weights
 
     def select(self, length: int, budget: int) -> Tensor:
-        """Returns at most ``budget`` of the first ``length`` positions: int64, rising."""
+        """Return at most ``budget`` of the first ``length`` positions: int64, rising."""
         chunks = min(self._length, length - budget // 4) // SELECTION_CHUNK
         newer = torch.arange(chunks * SELECTION_CHUNK, length)
         count = min(chunks, (budget - len(newer)) // SELECTION_CHUNK)
@@ -97,7 +97,7 @@ class TopChunks:
         return torch.cat([best, newer])
 
     def drop(self, positions: Tensor) -> None:
-        """Selects chunks with any of these positions, int64 ``[n]``, only if no other is left."""
+        """Select chunks with any of these positions, int64 ``[n]``, only if no other is left."""
         known = positions[positions < self._length]
         self._scores = self._scores.index_fill(0, known, -torch.inf)
 
@@ -119,7 +119,7 @@ class TextScores:
         self._observed = observed
 
     def probes(self, layer: int) -> Sequence[Probe]:
-        """Returns none: the weights are computed here, of few rows and their own chunk too."""
+        """Return none: the weights are computed here, of few rows and their own chunk too."""
         return ()
 
     def rows(self, layer: int) -> Sequence[int]:
@@ -224,14 +224,14 @@ class LmPasses(TextPasses):
         return self._reserve(self.text.room)
 
     def part(self, index: int) -> PassPart:
-        """Returns what to feed for the next level; ``index`` is that of its cache in the pass."""
+        """Return what to feed for the next level; ``index`` is that of its cache in the pass."""
         slot = len(self.round_cache)
         if self.text.tree.level:
             return self.text.tree_part(index, slot)
         return self.text.text_part(index, self.cached, self.text.length, slot)
 
     def add_level(self, logits: Tensor) -> None:
-        """Adds a level to the tree from the logits of :meth:`part`, ``[frontier, V]``."""
+        """Add a level to the tree from the logits of :meth:`part`, ``[frontier, V]``."""
         if not self.text.tree.level:
             self._commit(range(self.text.length - self.cached))
         self.text.grow(logits)
@@ -246,7 +246,7 @@ class LmPasses(TextPasses):
         cache.commit(range(self.text.length - self.cached))
 
     def observed_rows(self, stop: int) -> list[ObservedRows]:
-        """Returns the rows of its part to be scored; the part ends before row ``stop``."""
+        """Return the rows of its part to be scored; the part ends before row ``stop``."""
         scores = self._scores
         everything = self._sparse is None and not self._bounded
         if scores is None or self.text.tree.level > 0 or everything:
@@ -262,7 +262,7 @@ class LmPasses(TextPasses):
         self._cache = self._sparse = None
 
     def _commit(self, nodes: Sequence[int]) -> None:
-        """Keeps the KV of these nodes of the newest level as text."""
+        """Keep the KV of these nodes of the newest level as text."""
         if self._sparse is None:
             self.cache.commit(nodes)
             return
@@ -275,13 +275,13 @@ class LmPasses(TextPasses):
         return self._drafter.options.keep == "budget"
 
     def positions(self, stop: int) -> Tensor:
-        """Returns the positions below ``stop`` of the slots of its cache, int64 ``[n]``."""
+        """Return the positions below ``stop`` of the slots of its cache, int64 ``[n]``."""
         if not self._dropped:
             return torch.arange(stop)
         return torch.cat([self.selected, torch.arange(len(self.selected) + self._dropped, stop)])
 
     def _drop(self) -> None:
-        """Drops the KV of all but selected positions (BudgetDraft, algorithm 2)."""
+        """Drop the KV of all but selected positions (BudgetDraft, algorithm 2)."""
         budget = self._drafter.options.context
         if len(self.cache) <= budget:
             return
@@ -300,7 +300,7 @@ class LmPasses(TextPasses):
         self._drafter.kv_slots += self.slots - before
 
     def _select(self) -> bool:
-        """Selects what the round attends to. Returns False if there is no memory for it."""
+        """Select what the round attends to. Returns False if there is no memory for it."""
         budget, length = self._drafter.options.context, self.cached
         before = self.slots
         if not 0 < budget < length:
@@ -324,7 +324,7 @@ class LmPasses(TextPasses):
         return self._count(before)
 
     def _count(self, before: int) -> bool:
-        """Counts the change of slots; over the limit, frees everything and returns False."""
+        """Count the change of slots; over the limit, frees everything and returns False."""
         self._drafter.kv_slots += self.slots - before
         if self._drafter.kv_slots <= self._drafter.kv_limit:
             return True

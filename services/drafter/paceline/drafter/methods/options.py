@@ -18,7 +18,7 @@ class TreeOptions:
     widths: tuple[int, ...] = ()
     """Nodes drafted at each level; the last number applies to all deeper levels."""
 
-    depth: int = 0  # longest path; 0: as many levels as ``widths`` has numbers, in tokens
+    depth: int = 0  # maximum path; 0: as many levels as ``widths`` has numbers, in tokens
     max_nodes: int = 0
     """Maximum number of nodes of a tree: the likeliest of those drafted; 0: all of them."""
 
@@ -34,7 +34,7 @@ class TreeOptions:
 
     @property
     def levels(self) -> int:
-        """Longest path. Unit: tokens."""
+        """Maximum depth. Unit: tokens."""
         return self.depth or len(self.widths)
 
     @property

@@ -108,7 +108,7 @@ class StateOptions:
 
 
 def weight_bits(weights: str, folder: Path, device: str) -> int:
-    """Returns the bits of matrices, 8 or 4, see :func:`linear`; 0: as they come.
+    """Return the bits of matrices, 8 or 4, see :func:`linear`; 0: as they come.
 
     For ``auto`` they are the most that blocks of the folder have, on a CPU.
     """
@@ -138,7 +138,7 @@ class DraftLayers(ABC):
         bits: int = 0,
         numerics: str = "portable",
     ) -> None:
-        """Builds the layers from their tensors by name, and the embedding and LM head they use.
+        """Build the layers from their tensors by name, and the embedding and LM head they use.
 
         Their matrices get ``bits``, 8 or 4, or stay as they came. ``numerics`` are
         as of :func:`paceline.kernels.choose_numerics`.
@@ -151,7 +151,7 @@ class DraftLayers(ABC):
 
     @abstractmethod
     def record(self, tensors: LayerWeights) -> list[Program]:
-        """Returns the programs. The first writes keys and values of a text, and computes nothing
+        """Return the programs. The first writes keys and values of a text, and computes nothing
         else; the last drafts."""
 
     @property
@@ -170,7 +170,7 @@ class DraftLayers(ABC):
         rows: Tensor | None = None,
         **more: Any,
     ) -> PassResult:
-        """Runs a program by its number; arguments as of :class:`~paceline.kernels.Pass`.
+        """Run a program by its number; arguments as of :class:`~paceline.kernels.Pass`.
 
         Logits are of all tokens, or of the drafted ones alone.
         """
@@ -178,11 +178,11 @@ class DraftLayers(ABC):
         return self.programs[number].run(Pass(tokens, plan, caches, table, rows, **more))
 
     def states(self, states: Tensor) -> Tensor:
-        """Returns the target's hidden states ``[n, taps * hidden]`` as inputs of the programs."""
+        """Return the target's hidden states ``[n, taps * hidden]`` as inputs of the programs."""
         return send(states, self.device).to(self.dtype)
 
     def write_kv(self, part: PassPart, cache: WindowCache, states: Tensor | None = None) -> None:
-        """Writes keys and values of a text's tokens, which read ``states`` if the layer does, and
+        """Write keys and values of a text's tokens, which read ``states`` if the layer does, and
         computes nothing else."""
         plan = plan_trees(part.blocks, positions=part.positions, device=self.device)
         tokens = send(torch.tensor(part.tokens), self.device)
@@ -198,7 +198,7 @@ class WindowCache:
     """
 
     def __init__(self, layers: DraftLayers, extra: int) -> None:
-        """Creates an empty cache, with this many slots behind the text.
+        """Create an empty cache, with this many slots behind the text.
 
         They are for a tree or a block. What was accepted is not kept: it is fed again as text.
         """
@@ -210,15 +210,15 @@ class WindowCache:
         self._keep(self._allocate(slots))
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Returns keys and values of a layer, ``[Hkv, slots, D]``; invalid after reserve."""
+        """Return keys and values of a layer, ``[Hkv, slots, D]``; invalid after reserve."""
         return self._views[index]
 
     def next_position(self, end: int) -> int:
-        """Returns the first position below ``end`` that is to be written, in the newest window."""
+        """Return the first position below ``end`` that is to be written, in the newest window."""
         return max(self.length, end - self.window) if self.window else self.length
 
     def reserve(self, end: int) -> None:
-        """Makes room for the positions below ``end`` and the extra slots."""
+        """Make room for the positions below ``end`` and the extra slots."""
         slots = self.slots
         if end - self.base + self._extra <= slots:
             return
@@ -248,7 +248,7 @@ class WindowCache:
 
 
 def fill_cache(text: DraftText, cache: WindowCache, anchor: int) -> None:
-    """Sets the anchor of a text for native drafts, and where its keys and values lie."""
+    """Set the anchor of a text for native drafts, and where its keys and values lie."""
     assert cache.table is not None
     text.context, text.base, text.anchor = cache.table.address, cache.base, anchor
 
@@ -260,7 +260,7 @@ class TextStates:
         self, layers: DraftLayers, method: str, text: GrownText, generation: GenerationInfo,
         extra: int,
     ) -> None:  # fmt: skip
-        """Begins without any; ``extra`` as of :class:`WindowCache`.
+        """Begin without any; ``extra`` as of :class:`WindowCache`.
 
         Raises:
             ValueError: The generation comes without hidden states.
@@ -280,7 +280,7 @@ class TextStates:
         return min(self.reader.committed, self._text.length - 1)
 
     def prepare(self) -> bool:
-        """Returns whether the hidden states of all positions before the anchor are there.
+        """Return whether the hidden states of all positions before the anchor are there.
 
         Raises:
             KvGone: The cache that they are of is gone.
@@ -307,7 +307,7 @@ class TargetParts(Generic[Options]):
         options: Mapping[str, str],
         resources: Resources,
     ) -> Made:
-        """Loads a folder.
+        """Load a folder.
 
         Args:
             make: Makes the drafter of layers, options, fit and the bytes of its own weights.
@@ -372,12 +372,12 @@ class TargetModel(LevelModel, GraphModel, Protocol):
         """Whether its drafts can be captured as CUDA graphs."""
 
     def native_draft(self, programs: list[NativeProgram], ids: Tensor) -> NativeDraft | None:
-        """Returns what drafts in one native call by :attr:`DraftLayers.native`, if that is
+        """Return what drafts in one native call by :attr:`DraftLayers.native`, if that is
         possible; ``ids`` are the target's ids of the logits, int64 ``[R]``."""
 
 
 def target_growth(model: TargetModel, settings: TreeSettings) -> TreeGrowth:
-    """Returns how the trees of a model grow, with all CUDA graphs captured."""
+    """Return how the trees of a model grow, with all CUDA graphs captured."""
     layers, preferred = model.layers, list[Growth]()
     if (programs := layers.native) is not None:
         ids = torch.arange(settings.vocab_size) if settings.drafted is None else settings.drafted

@@ -180,7 +180,7 @@ class Layout(Enum):
 
 
 def layout_of(described: Json) -> Layout:
-    """Returns the project whose config.json it is.
+    """Return the project whose config.json it is.
 
     Raises:
         UnsupportedModelError: No known one's.
@@ -200,7 +200,7 @@ def layout_of(described: Json) -> Layout:
 
 
 def dspark_config(described: Json, target_layers: int = 0) -> DSparkConfig:
-    """Reads the shape of a drafter from a config.json of either layout.
+    """Read the shape of a drafter from a config.json of either layout.
 
     Args:
         described: All of config.json.
@@ -412,7 +412,7 @@ def save_dspark(
     dtype: torch.dtype = torch.bfloat16,
     notes: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes a drafter's folder in the layout of speculators. Its ``paceline`` section holds what
+    """Write a drafter's folder in the layout of speculators. Its ``paceline`` section holds what
     that project has no fields for.
 
     Args:

@@ -65,7 +65,7 @@ class DSparkBackbone(DraftLayers):
         return [_record_context(self, tensors), _record_block(self, tensors)]
 
     def states_pass(self, batch: Sequence[tuple[int, WindowCache, StateSlice]]) -> HostPass:
-        """Makes room for hidden states in contexts.
+        """Make room for hidden states in contexts.
 
         Args:
             batch: For each context its number among those of the pass, the context, and the states
@@ -86,7 +86,7 @@ class DSparkBackbone(DraftLayers):
         return HostPass(blocks, positions, inputs=StateRows(fresh, self.states) if fresh else None)
 
     def write_states(self, passes: Passes) -> None:
-        """Writes the keys and values of hidden states to contexts, by the first pass."""
+        """Write the keys and values of hidden states to contexts, by the first pass."""
         plan = passes.plan(0)
         if plan is not None:
             self.run(0, None, plan, passes.caches, inputs=passes.inputs(0))
@@ -94,7 +94,7 @@ class DSparkBackbone(DraftLayers):
     def block_pass(
         self, blocks: Sequence[tuple[WindowCache, int, StateSlice | None]]
     ) -> tuple[HostPass, list[Context]]:
-        """Makes room for blocks after contexts.
+        """Make room for blocks after contexts.
 
         Args:
             blocks: For each generation its context, complete up to its anchor, the anchor's token,
@@ -124,7 +124,7 @@ class DSparkBackbone(DraftLayers):
         ]
 
     def draft(self, passes: Passes) -> tuple[Tensor, Tensor]:
-        """Writes hidden states to contexts, and drafts a block after each, by the second pass.
+        """Write hidden states to contexts, and drafts a block after each, by the second pass.
 
         Returns:
             Hidden states ``[S, levels, hidden]`` of the positions that predict, in the weights'
@@ -240,7 +240,7 @@ class DSparkPasses(TextPasses):
             self.states.reader.settle()
 
     def new_states(self, limit: int | None = None) -> StateSlice | None:
-        """Returns hidden states that the context lacks, of at most ``limit`` positions; None if
+        """Return hidden states that the context lacks, of at most ``limit`` positions; None if
         there are none."""
         end = self.states.readable
         begin = self.cache.next_position(end)
@@ -257,7 +257,7 @@ class DSparkPasses(TextPasses):
         return states
 
     def newest_states(self) -> StateSlice | None:
-        """Returns the hidden states of the position before the anchor; None if they are not
+        """Return the hidden states of the position before the anchor; None if they are not
         read."""
         if not self._drafter.layers.config.state_input:
             return None
@@ -267,7 +267,7 @@ class DSparkPasses(TextPasses):
         return StateSlice(last, self.newest)
 
     def set_block(self, hidden: Tensor, logits: Tensor) -> None:
-        """Sets the block that the tree grows from: hidden states ``[levels, hidden]`` and their
+        """Set the block that the tree grows from: hidden states ``[levels, hidden]`` and their
         logits."""
         self._block = (hidden, logits)
 
@@ -331,7 +331,7 @@ class DSparkDrafter(Drafter):
     gathered_slots = 0
 
     def __init__(self, layers: DSparkBackbone, options: DSparkOptions, fit: Fit, size: int) -> None:
-        """Builds a drafter of layers and options; ``size`` is the bytes of its own weights."""
+        """Build a drafter of layers and options; ``size`` is the bytes of its own weights."""
         levels = layers.config.levels
         depth = min(options.depth or levels, levels)
         self.layers, self.options = layers, replace(options, depth=depth)

@@ -27,7 +27,7 @@ class MarkovHead(nn.Module):
     """
 
     def __init__(self, config: DSparkConfig) -> None:
-        """Creates a head whose bias is 0, because W2 is."""
+        """Create a head whose bias is 0, because W2 is."""
         super().__init__()
         rank, hidden = config.markov_rank, config.hidden
         self.kind = config.markov_head
@@ -41,7 +41,7 @@ class MarkovHead(nn.Module):
         nn.init.zeros_(self.markov_w2.weight)
 
     def features(self, before: Tensor, hidden: Tensor) -> Tensor:
-        """Computes the features of positions.
+        """Compute the features of positions.
 
         Args:
             before: W1's row of the token before each, ``[..., r]``.
@@ -53,7 +53,7 @@ class MarkovHead(nn.Module):
         return self.gate_proj(hidden) * before if self.kind == "product" else before
 
     def forward(self, before: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Computes all positions of blocks whose tokens are known.
+        """Compute all positions of blocks whose tokens are known.
 
         Args:
             before: W1's row number of the token before each position, int64 ``[N, S]``.
@@ -75,7 +75,7 @@ class ConfidenceHead(nn.Module):
         self.proj = nn.Linear(config.hidden + rank, 1)
 
     def forward(self, hidden: Tensor, before: Tensor | None) -> Tensor:
-        """Maps ``[..., hidden]`` and, if the head reads it, W1's row ``[..., r]`` to ``[...]``."""
+        """Map ``[..., hidden]`` and, if the head reads it, W1's row ``[..., r]`` to ``[...]``."""
         wide = self.proj.in_features > hidden.shape[-1]
         features = torch.cat([hidden, before], dim=-1) if wide and before is not None else hidden
         logit: Tensor = self.proj(features).squeeze(-1)
@@ -93,7 +93,7 @@ class DSparkHeads:
         device: torch.device | str,
         bits: int = 0,
     ) -> None:
-        """Builds the heads from the folder's tensors; ``bits`` of W2 on the CPU as for
+        """Build the heads from the folder's tensors; ``bits`` of W2 on the CPU as for
         :func:`linear`.
 
         On the CPU they are float32, the type of the kernels' logits: sums of two types are slow.
@@ -132,7 +132,7 @@ class DSparkHeads:
                 self._offsets = (self._w1 @ column + head.proj.bias).detach().double()
 
     def native(self) -> tuple[NativeHead | None, tuple[Tensor, Tensor, Tensor] | None] | None:
-        """Returns the heads as :class:`~paceline.kernels.draft.DraftBlockModel` takes them: W1 in
+        """Return the heads as :class:`~paceline.kernels.draft.DraftBlockModel` takes them: W1 in
         float32 with packed W2, and weights, offsets and temperatures of confidences. None: it
         cannot run them."""
         head = None
@@ -152,7 +152,7 @@ class DSparkHeads:
     def forward(
         self, hidden: Tensor, logits: Tensor, before: Tensor, level: int
     ) -> tuple[Tensor, Tensor | None]:
-        """Runs the heads for the next level of S trees with F parents each; on a CPU of one tree.
+        """Run the heads for the next level of S trees with F parents each; on a CPU of one tree.
 
         Args:
             hidden: The backbone's hidden states of the level, ``[S, hidden]``.

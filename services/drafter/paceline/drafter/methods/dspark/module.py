@@ -38,7 +38,7 @@ class DSparkAttention(Projections):
     def forward(
         self, x: Tensor, factors: Factors, context: tuple[Tensor, Tensor], seen: Tensor
     ) -> Tensor:
-        """Attends from blocks to their context and to themselves.
+        """Attend from blocks to their context and to themselves.
 
         Args:
             x: The blocks of each text, ``[N, Q, hidden]``.
@@ -118,7 +118,7 @@ class DSparkModel(DraftModel):
     def forward(
         self, embedded: Tensor, anchors: Tensor, taps: Tensor, tap_positions: Tensor
     ) -> Tensor:
-        """Runs the backbone over G blocks of each of N texts.
+        """Run the backbone over G blocks of each of N texts.
 
         Args:
             embedded: The target's embedding of anchors and masks, ``[N, G, block, hidden]``.

@@ -102,7 +102,7 @@ def is_eagle3(described: Json) -> bool:
 
 @config_errors(METHOD)
 def eagle3_config(described: Json, target_layers: int = 0) -> Eagle3Config:
-    """Reads the shape of a drafter from a config.json of any layout.
+    """Read the shape of a drafter from a config.json of any layout.
 
     Args:
         described: All of config.json.
@@ -176,7 +176,7 @@ def save_eagle3(
     dtype: torch.dtype = torch.bfloat16,
     notes: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes a drafter's folder in the layout of speculators.
+    """Write a drafter's folder in the layout of speculators.
 
     ``weights`` are those of a :class:`~paceline.drafter.methods.eagle3.Eagle3Model`, ``levels`` the
     depth that it was trained to draft to. ``notes`` say how it was trained.

@@ -35,7 +35,7 @@ class Eagle3Layer(FeedbackLayers):
     config: Eagle3Config
 
     def record(self, tensors: LayerWeights) -> list[Program]:
-        """Returns what writes keys and values, what reads a text, and what drafts.
+        """Return what writes keys and values, what reads a text, and what drafts.
 
         The second reads :meth:`states`, the last reads outputs of the layer at the positions
         before; tap 0 of both are these outputs.

@@ -70,7 +70,7 @@ def save_longspec(
     dtype: torch.dtype = torch.bfloat16,
     notes: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes a drafter's folder.
+    """Write a drafter's folder.
 
     ``weights`` are those of a :class:`~paceline.drafter.methods.longspec.LongSpecModel`, ``levels``
     the depth that it was trained to draft to, ``dtype`` the type in the file, usually the target's.
@@ -89,7 +89,7 @@ def save_longspec(
 
 @config_errors(METHOD)
 def longspec_config(described: Mapping[str, Any]) -> LongSpecConfig:
-    """Reads the shape of a drafter from all of a config.json.
+    """Read the shape of a drafter from all of a config.json.
 
     Raises:
         UnsupportedModelError: It is no LongSpec drafter, or a field is missing.

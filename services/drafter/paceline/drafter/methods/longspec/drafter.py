@@ -150,14 +150,14 @@ class LongSpecPasses(TextPasses):
         return True
 
     def part(self, index: int) -> PassPart:
-        """Returns what to feed for the next level; ``index`` is that of its cache in the pass."""
+        """Return what to feed for the next level; ``index`` is that of its cache in the pass."""
         if self.text.tree.level:
             return self.text.tree_part(index, self.text.length - self.cache.base)
         begin = min(self.cache.next_position(self.text.length), self.text.length - 1)
         return self.text.text_part(index, begin, self.text.length, begin - self.cache.base)
 
     def add_level(self, logits: Tensor) -> None:
-        """Adds a level to the tree from the logits of :meth:`part`, ``[frontier, V]``."""
+        """Add a level to the tree from the logits of :meth:`part`, ``[frontier, V]``."""
         if not self.text.tree.level:
             self.cache.length = self.text.length
         self.text.grow(logits)
@@ -225,7 +225,7 @@ class LongSpecDrafter(Drafter):
     def __init__(
         self, layers: LongSpecLayer, options: LongSpecOptions, fit: Fit, size: int
     ) -> None:
-        """Builds a drafter of layers and options; ``size`` is the bytes of its own weights."""
+        """Build a drafter of layers and options; ``size`` is the bytes of its own weights."""
         self.layers, self.options = layers, options
         self.shape, self.device = layers.config, layers.device
         self.fit, self.needs, self.weight_bytes = fit, options.needs(layers.config), size

@@ -164,7 +164,7 @@ class HeadTensors(Tensors[Weight]):
     """Tensors of heads and their target by the names of DeepSeek-V3, in whatever layout."""
 
     def __init__(self, stored: Mapping[str, Weight], config: MtpConfig) -> None:
-        """Takes tensors by their names in the folder."""
+        """Take tensors by their names in the folder."""
         self._stored, self._config = stored, config
         self._names = {}
 
@@ -192,7 +192,7 @@ def head_count(described: Mapping[str, Any]) -> int | None:
 
 
 def read_mtp(source: ModelSource, weights: str = "auto") -> MtpConfig:
-    """Reads the shape of the heads in a folder, and checks names and shapes of their tensors.
+    """Read the shape of the heads in a folder, and checks names and shapes of their tensors.
 
     Args:
         source: A target with heads, or a folder with heads alone.
@@ -265,7 +265,7 @@ def head_shapes(config: MtpConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _check_tensors(source: ModelSource, config: MtpConfig, names: list[str]) -> None:
-    """Checks names and shapes of all tensors of heads, without reading."""
+    """Check names and shapes of all tensors of heads, without reading."""
     tensors: Any = source.tensors(torch.float32, "cpu")
     layout, layers = config.layout, config.target_layers
     table = (config.vocab_size, config.hidden)
@@ -320,7 +320,7 @@ def save_mtp(
     dtype: torch.dtype = torch.bfloat16,
     notes: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes a head's folder in the layout of DeepSeek-V3, beside a target without heads.
+    """Write a head's folder in the layout of DeepSeek-V3, beside a target without heads.
 
     Args:
         folder: Where to.
@@ -353,7 +353,7 @@ def save_mtp(
 
 
 def load_mtp(folder: Path) -> tuple[MtpConfig, dict[str, Tensor]]:
-    """Reads a folder that :func:`save_mtp` wrote, to train its head further: its shape as
+    """Read a folder that :func:`save_mtp` wrote, to train its head further: its shape as
     :meth:`MtpConfig.for_target` returns it, and its weights in float32."""
     source = open_model(folder)
     found = read_mtp(source)

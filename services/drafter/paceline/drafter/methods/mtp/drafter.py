@@ -89,7 +89,7 @@ class MtpLayers(FeedbackLayers):
         device: torch.device | str,
         numerics: str = "portable",
     ) -> None:
-        """Builds the programs of heads; ``final_norm`` is the target's, if they read states behind
+        """Build the programs of heads; ``final_norm`` is the target's, if they read states behind
         it."""
         assert config.block is not None
         self._heads, self._final_norm, self._block = heads, final_norm, config.block
@@ -100,7 +100,7 @@ class MtpLayers(FeedbackLayers):
         return min(level + 1, len(self.programs) - 1)
 
     def record(self, tensors: LayerWeights) -> list[Program]:
-        """Returns what writes keys and values of all heads, what reads a text, and what drafts: the
+        """Return what writes keys and values of all heads, what reads a text, and what drafts: the
         programs of heads from the second on, or of the only one."""
         last = len(self._heads) - 1
         return [
