@@ -35,14 +35,9 @@ FOLDER = ROOT / ".make" / "campaign"
 MODEL, PROCESS, SERVED = 4, 48, 480
 """Cases of a model, cases of a process; and one case in so many runs through real services."""
 
-_HUNG = 1800
-"""Time after which a case never ends. Unit: seconds."""
-
-_CHECKPOINT = 30.0
-"""Time between two writes of the results. Unit: seconds."""
-
-_KEPT = 20
-"""Differences that the results list."""
+_HUNG = 1800  # time after which a case never ends, in seconds
+_CHECKPOINT = 30.0  # time between two writes of the results, in seconds
+_KEPT = 20  # differences that the results list
 
 
 def work(seed: int, cases: range, folder: Path) -> None:

@@ -15,9 +15,7 @@ from paceline.kernels import SamplingParams
 WINDOWS = {"own": 2, 64: 0.5, 128: 2, 255: 0.5, 256: 0.5, 257: 0.5, 512: 3, 1024: 2, 4096: 1}
 HEADS = {"own": 2, "4/1": 2, "8/4": 1, "4/4": 1, "16/1": 0.5}
 WEIGHTS = {"float32": 3, "bfloat16": 3, "int8": 2, "int4": 1}
-BLOCKS = {"Q8_0": 1, "Q4_0": 0.5}
-"""Formats of a GGUF file, whose inputs are multiples of 32."""
-
+BLOCKS = {"Q8_0": 1, "Q4_0": 0.5}  # formats of a GGUF file, whose inputs are multiples of 32
 FIXED = ("qwen3-5", "phi3", "qwen2", "qwen2-window", "granite")
 """Families whose number of heads stays, as the width of heads or other fields follow from it."""
 

@@ -122,8 +122,7 @@ print(os.environ["THP_MEM_ALLOC_ENABLE"])
 ASK = {
     "bash": 'COMP_WORDS=(paceline gen); COMP_CWORD=1; _shtab_paceline; echo "${COMPREPLY[@]}"',
     "fish": "complete -C 'paceline gen' | string split \\t | head -1",
-}
-"""Shell commands that print how the word `gen` is completed."""
+}  # shell commands that print how the word `gen` is completed
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish", "tcsh"])
@@ -197,8 +196,7 @@ def test_an_address_in_use_ends_the_start_before_a_model_loads(
 
 FRAGMENT = re.compile(
     r"(of|for|the same|defaults?|repeatable|which|from|with|without|by|gets|its|their|more)\b"
-)
-"""Begins of helps that need the option's name to make sense."""
+)  # begins of helps that need the option's name to make sense
 
 
 def test_each_help_says_what_an_option_is() -> None:

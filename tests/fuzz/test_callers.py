@@ -31,9 +31,7 @@ pytestmark = pytest.mark.skipif(not SECONDS, reason="PACELINE_FUZZ_SECONDS is no
 
 fragments = st.sampled_from(
     [text[at : at + 9] for text, _ in calls.FORMS.values() for at in range(0, len(text), 9)]
-)
-"""Pieces of calls in the forms of all families."""
-
+)  # pieces of calls in the forms of all families
 texts = st.lists(st.one_of(fragments, st.text(max_size=4)), max_size=24).map("".join)
 
 

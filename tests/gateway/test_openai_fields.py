@@ -46,8 +46,7 @@ IGNORED = {
         *("max_tool_calls", "moderation", "prompt_cache_options", "prompt_cache_retention"),
         "top_logprobs",
     },
-}
-"""Fields that no text's meaning depends on. A new one of OpenAI's belongs here or to the schema."""
+}  # Fields that no text's meaning depends on. A new one of OpenAI's belongs here or to the schema.
 
 
 def refused(kind: type[Body]) -> set[str]:
@@ -215,8 +214,7 @@ SHOWN: dict[str, dict[str, Any]] = {
     "code_interpreter_call": {"id": "1", "code": "1", "outputs": [{"logs": "zebra"}]},
     "mcp_call": {"id": "1", "name": "n", "server_label": "s", "arguments": "{}", "output": "zebra"},
     "reasoning": {"id": "1", "content": [{"type": "reasoning_text", "text": "zebra"}]},
-}
-"""An item of each type that is shown to the model, with a word in what it carries."""
+}  # an item of each type that is shown to the model, with a word in what it carries
 
 
 @pytest.mark.parametrize("kind", sorted(literals(get_type_hints(Responses)["input"]) | {"new"}))
@@ -332,8 +330,7 @@ CODEX: dict[str, Any] = {
     "prompt_cache_key": "019a",
     "text": {"verbosity": "low"},
     "extra_body": {"client_metadata": {"x-codex-installation-id": "1"}},
-}
-"""A request as Codex sends its first."""
+}  # a request as Codex sends its first
 
 
 async def test_requests_of_codex(served: Served) -> None:

@@ -17,8 +17,7 @@ from paceline.kv.cuda import CudaDriver
 
 SOURCE = Path(__file__).with_name("libcuda_stub.c")
 KINDS = ("handles", "reserved", "mapped", "allocated", "opened", "contexts")
-NO_FILES = "cuMemCreate"
-"""Refused: memory has handles of CUDA IPC."""
+NO_FILES = "cuMemCreate"  # refused: memory has handles of CUDA IPC
 NO_HANDLES = "cuIpcGetMemHandle"
 
 

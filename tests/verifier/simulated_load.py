@@ -11,9 +11,7 @@ from paceline.bench.replay.simulation import Generation, Simulation
 from paceline.tree import EMPTY, TokenTree
 from paceline.verifier.scheduler.costs import CostTable
 
-STEP = 0.005
-"""Duration of a plain step of one sequence. Unit: seconds."""
-
+STEP = 0.005  # duration of a plain step of one sequence, in seconds
 CONTEXT = 200
 _NODES = 8
 
@@ -26,26 +24,13 @@ tokens so far; None: the tree is empty."""
 class Costs:
     """Durations. Unit: plain steps of one sequence."""
 
-    token: float = 0.06
-    """One more row of a step."""
-
-    drafting: float = 0.5
-    """A draft of one sequence; the first of a sequence takes twice as long."""
-
-    batched: float = 0.1
-    """One more sequence in the same draft, as a part of ``drafting``."""
-
-    beside: float = 0.15
-    """Messages and waking up, in each drafted round."""
-
-    contention: float = 0.5
-    """By how much a step is longer for each unit of draft beside it."""
-
-    noise: float = 0.1
-    """Part by which durations vary."""
-
-    slow: float = 1.0
-    """Factor of all durations in every second phase of 500 steps."""
+    token: float = 0.06  # one more row of a step
+    drafting: float = 0.5  # a draft of one sequence; the first of a sequence takes twice as long
+    batched: float = 0.1  # one more sequence in the same draft, as a part of ``drafting``
+    beside: float = 0.15  # messages and waking up, in each drafted round
+    contention: float = 0.5  # by how much a step is longer for each unit of draft beside it
+    noise: float = 0.1  # part by which durations vary
+    slow: float = 1.0  # factor of all durations in every second phase of 500 steps
 
 
 class ByChance:

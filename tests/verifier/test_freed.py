@@ -18,8 +18,7 @@ from paceline.v1 import sampling_pb2, verifier_pb2
 from paceline.verifier import grammar
 
 MANY = {"type": "object", "properties": {f"p{n}": {"type": "integer"} for n in range(2000)}}
-FAILS = json.dumps({"type": "array", "items": MANY, "minItems": 1})
-"""Too complex after some tokens."""
+FAILS = json.dumps({"type": "array", "items": MANY, "minItems": 1})  # too complex after some tokens
 
 
 @pytest.fixture(autouse=True)

@@ -21,8 +21,7 @@ TABLES = {
     "verifier": ("verifier",),
     "drafter": ("drafter",),
     "gateway": ("gateway",),
-}
-"""Tables that a command reads."""
+}  # tables that a command reads
 
 
 GIVEN = "_given"  # name of the `given_options` in parsed arguments

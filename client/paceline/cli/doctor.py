@@ -36,16 +36,12 @@ _EXTRAS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "telemetry": (("opentelemetry.sdk", "prometheus_client"), "no traces and no metrics"),
     "cuda": (("triton",), "GPUs run plain PyTorch operations, several times slower"),
     "train": (("accelerate",), "no training of drafters"),
-}
-"""For each extra, the modules that it installs, and what is missing without them."""
-
+}  # for each extra, the modules that it installs, and what is missing without them
 _PACKAGES = ("torch", "triton", "transformers", "numpy", "grpcio", "protobuf", "tokenizers")
 _VARIABLES = (
     *("PACELINE_CPU_LEVEL", "PACELINE_ATTENTION", "ATEN_CPU_CAPABILITY", "OMP_NUM_THREADS"),
     *("MKL_NUM_THREADS", "THP_MEM_ALLOC_ENABLE", "CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET", "CC"),
-)
-"""Environment variables that change how models are computed; none is a secret."""
-
+)  # environment variables that change how models are computed; none is a secret
 _INSTRUCTIONS = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile")
 
 

@@ -38,9 +38,7 @@ _TYPES: dict[str, dict[str, Any]] = {
     "bool": {"action": "store_true"},
     "str | Sequence[str]": {"action": "append", "metavar": "TEXT"},
     "Sequence[int]": {"action": "append", "type": int, "metavar": "ID"},
-}
-"""Arguments by the type of the parameter; those of other types have no argument."""
-
+}  # arguments by the type of the parameter; those of other types have no argument
 _ALIASES = {"max-new-tokens": ("--max-tokens",)}  # other names of arguments, those of OpenAI's API
 
 

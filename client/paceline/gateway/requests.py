@@ -348,8 +348,7 @@ AnyFunction = TypeVar("AnyFunction", bound=Body)
 OrOtherTool = Annotated[
     Annotated[AnyFunction, Tag("Function")] | Annotated[OtherTool, Tag("Other")],
     Discriminator(_kind_of_tool),
-]
-"""A function in the form of an endpoint, or another tool."""
+]  # a function in the form of an endpoint, or another tool
 
 
 class AllowedTools(Body, Generic[AnyFunction]):

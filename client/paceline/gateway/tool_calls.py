@@ -32,8 +32,7 @@ BLOCKS = {
     "<|tool_call|>": "<|/tool_call|>",
     "<|python_tag|>": "",
     "[TOOL_CALLS]": "",
-}
-"""Each mark that calls begin with, and the one that ends them; "": the next one, or the end."""
+}  # each mark that calls begin with, and the one that ends them; "": the next one, or the end
 # What some models write behind a call that had no beginning; text where there was no call.
 _STRAY = "</tool_call>"
 # What stands between the parts of a call.

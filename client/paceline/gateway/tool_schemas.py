@@ -15,8 +15,7 @@ TYPES: dict[type, str] = {
     str: "string",
     list: "array",
     dict: "object",
-}
-"""Names of types in JSON."""
+}  # names of types in JSON
 ANY_TYPE = frozenset(TYPES.values())
 _MAX_DEPTH = 128  # deepest part of a schema in which types are looked for
 

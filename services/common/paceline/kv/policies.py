@@ -19,9 +19,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from paceline.kv.selection import PolicyFactory
 
-GROUP = "paceline.kv_policies"
-"""Group of entry points."""
-
+GROUP = "paceline.kv_policies"  # group of entry points
 STREAMING = "streaming"
 """The default. Its positions follow from the length alone, so a drafter that maps a cache computes
 them without the verifier."""

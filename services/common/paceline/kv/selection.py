@@ -26,21 +26,15 @@ from paceline.kernels import (
     streaming,
 )
 
-PAGE = 16
-"""Positions per page (Quest)."""
-
-_SCRATCH_STEP = 4096
-"""Scratch buffers grow in steps of this. Unit: positions."""
+PAGE = 16  # positions per page (Quest)
+_SCRATCH_STEP = 4096  # Scratch buffers grow in steps of this. Unit: positions.
 
 
 class ObservedCache(Protocol):
     """One sequence's KV cache at the verifier."""
 
-    capacity: int
-    """Positions it has room for. Unit: tokens."""
-
-    device: torch.device
-    """Where the KV is."""
+    capacity: int  # positions it has room for, in tokens
+    device: torch.device  # where the KV is
 
     def layer(self, index: int) -> tuple[Plane, Plane]:
         """Returns keys and values of a layer, each ``[Hkv, capacity, D]``."""
@@ -56,14 +50,9 @@ class ScoreObserver(ABC):
     chosen. Then the event loop calls :meth:`best`.
     """
 
-    chunk: int = 1
-    """Positions per score."""
-
-    wants_queries: bool = False
-    """Whether :meth:`attended` is to be called."""
-
-    weights: bool = False
-    """Whether softmax weights are stored, not scores."""
+    chunk: int = 1  # positions per score
+    wants_queries: bool = False  # whether :meth:`attended` is to be called
+    weights: bool = False  # whether softmax weights are stored, not scores
 
     def __init__(self, layers: Sequence[int]) -> None:
         self.layers = {layer: index for index, layer in enumerate(layers)}
@@ -131,14 +120,9 @@ class ScoreObserver(ABC):
 class Rows(Enum):
     """Rows of a round whose attention is scored."""
 
-    ENDS = "ends"
-    """The first and the deepest, rejected or not (SpecAttn, equation 3)."""
-
-    ALL = "all"
-    """All rows, rejected or not (SpecAttn, equation 2)."""
-
-    LAST = "last"
-    """The row of the last accepted token (SpecExtend)."""
+    ENDS = "ends"  # the first and the deepest, rejected or not (SpecAttn, equation 3)
+    ALL = "all"  # all rows, rejected or not (SpecAttn, equation 2)
+    LAST = "last"  # the row of the last accepted token (SpecExtend)
 
 
 class AttentionScores(ScoreObserver):

@@ -13,9 +13,7 @@ from paceline.v1 import kv_pb2
 STATE_TYPES = {
     kv_pb2.KV_DTYPE_FLOAT32: torch.float32,
     kv_pb2.KV_DTYPE_BFLOAT16: torch.bfloat16,
-}
-"""torch types that hidden states can have."""
-
+}  # torch types that hidden states can have
 KV_TYPES = {**STATE_TYPES, kv_pb2.KV_DTYPE_INT8: torch.int8}
 """torch types that keys and values can have, in a cache and on the wire."""
 

@@ -19,8 +19,7 @@ _MAX_WAIT = 3600.0
 """Longest wait with a limit: the kernel counts in milliseconds of 32 bits. Unit: seconds."""
 
 _LENGTH = struct.Struct("<I")
-_CREDENTIALS = struct.Struct("=iII")
-"""Process, user and group of a peer."""
+_CREDENTIALS = struct.Struct("=iII")  # process, user and group of a peer
 
 
 def socket_address(path: str) -> str:

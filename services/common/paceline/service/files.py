@@ -12,8 +12,7 @@ _MARKS = (
     (codecs.BOM_UTF32_BE, "utf-32"),
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
-)
-"""Byte order marks, which editors and shells of Windows write, and their encodings."""
+)  # byte order marks, which editors and shells of Windows write, and their encodings
 
 
 def user_path(text: str) -> Path:

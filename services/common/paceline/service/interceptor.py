@@ -204,14 +204,11 @@ class ServiceError(Exception):
     """A limit is reached; the call may succeed `retry_after` seconds later."""
     unavailable = _Constructor(grpc.StatusCode.UNAVAILABLE)
     """This process does not accept the call now; another one, or a retry, may."""
-    aborted = _Constructor(grpc.StatusCode.ABORTED)
-    """Another call took over."""
+    aborted = _Constructor(grpc.StatusCode.ABORTED)  # another call took over
     unauthenticated = _Constructor(grpc.StatusCode.UNAUTHENTICATED)
     """The caller sent no valid credentials."""
-    unimplemented = _Constructor(grpc.StatusCode.UNIMPLEMENTED)
-    """The method is not implemented."""
-    internal = _Constructor(grpc.StatusCode.INTERNAL)
-    """An error of the service itself."""
+    unimplemented = _Constructor(grpc.StatusCode.UNIMPLEMENTED)  # the method is not implemented
+    internal = _Constructor(grpc.StatusCode.INTERNAL)  # an error of the service itself
 
     def to_status(self) -> status_pb2.Status:
         """The rich status to send. Long texts are truncated, lone surrogates replaced."""
@@ -255,10 +252,8 @@ class Gate:
     """
 
     def __init__(self) -> None:
-        self.inside = 0
-        """Number of those in flight."""
-        self.closed = False
-        """True once the service drains."""
+        self.inside = 0  # number of those in flight
+        self.closed = False  # True once the service drains
         self._empty = asyncio.Event()
         self._empty.set()
 
@@ -312,12 +307,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         self._longest = longest
         self._on_end = on_end
         self._tracer = tracer
-        self.address = ""
-        """Where the server listens, for spans; set before the first call."""
-        self.calls = Gate()
-        """The calls in flight, health watchers not counted."""
-        self.connections = ServerConnections()
-        """The server's connections."""
+        self.address = ""  # where the server listens, for spans; set before the first call
+        self.calls = Gate()  # the calls in flight, health watchers not counted
+        self.connections = ServerConnections()  # the server's connections
 
     async def intercept_service(
         self,

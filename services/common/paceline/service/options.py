@@ -127,8 +127,7 @@ class ServerOptions:
             token.
     """
 
-    address: str
-    """`host:port` (port 0: any free one), `[v6]:port` or `unix:/path`."""
+    address: str  # `host:port` (port 0: any free one), `[v6]:port` or `unix:/path`
     tls_cert: Path | None = option(None, "PEM certificate chain of the server", metavar="PEM")
     tls_key: Path | None = option(None, "PEM private key of --tls-cert", metavar="PEM")
     tls_client_ca: Path | None = option(
@@ -138,8 +137,7 @@ class ServerOptions:
     )
     token: str | None = None
     """Bearer token required of every call but health. None: no token is required."""
-    max_message_bytes: int = 64 * MEBIBYTE
-    """Largest message received or sent."""
+    max_message_bytes: int = 64 * MEBIBYTE  # largest message received or sent
     max_concurrent_streams: int = option(
         1024, "calls in flight on one connection; more of them wait in the client", metavar="N"
     )

@@ -10,10 +10,8 @@ class Phases:
     """The phases of a start, one after the other. Any thread may read them."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        """Time of each phase that has ended. Unit: seconds."""
-        self.current = ""
-        """The running phase, and how far it is; empty: there is none."""
+        self.seconds: dict[str, float] = {}  # time of each phase that has ended, in seconds
+        self.current = ""  # the running phase, and how far it is; empty: there is none
         self.on_change: Callable[[str], None] = lambda current: None
         """Called with the running phase, and how far it is, whenever one of them changes."""
         self._name, self._since = "", monotonic()
@@ -38,8 +36,7 @@ class Phases:
         return ", ".join(long)
 
 
-phases = Phases()
-"""Those of this process."""
+phases = Phases()  # those of this process
 
 
 def packing(count: int, total: int) -> None:

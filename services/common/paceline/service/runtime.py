@@ -61,11 +61,8 @@ CLOSE_GRACE_SECONDS = 1.0
 CANCEL_GRACE_SECONDS = 5.0
 KEEPALIVE_SECONDS = 30.0
 KEEPALIVE_TIMEOUT_SECONDS = 10.0
-FILES_SECONDS = 1.0
-"""Time between two checks whether files can be opened."""
-
-MIN_PING_SECONDS = 5.0
-"""Clients may ping this often, with and without a call in flight."""
+FILES_SECONDS = 1.0  # time between two checks whether files can be opened
+MIN_PING_SECONDS = 5.0  # clients may ping this often, with and without a call in flight
 
 
 def configure_logging(format: LogFormat = "auto", level: str = "INFO", service: str = "") -> None:

@@ -11,12 +11,8 @@ from time import perf_counter
 
 _log = logging.getLogger(__name__)
 
-MAX_SECONDS = 120.0
-"""Work on a GPU that takes longer never ends. Unit: seconds."""
-
-EXIT_HUNG = 70
-"""Exit status of a service whose GPU hangs: EX_SOFTWARE of sysexits.h."""
-
+MAX_SECONDS = 120.0  # work on a GPU that takes longer never ends, in seconds
+EXIT_HUNG = 70  # exit status of a service whose GPU hangs: EX_SOFTWARE of sysexits.h
 WATCH_SECONDS = 1.0
 
 

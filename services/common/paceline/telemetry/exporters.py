@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("paceline.telemetry")
 
-FLUSH_SECONDS = 3.0
-"""How long the end of a process waits for the export of its last spans."""
-
+FLUSH_SECONDS = 3.0  # how long the end of a process waits for the export of its last spans
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 

@@ -8,8 +8,7 @@ from typing import Final
 SCHEMA_URL: Final = "https://opentelemetry.io/schemas/1.44.0"
 """Version of the conventions that names follow."""
 
-PROVIDER: Final = "paceline"
-"""Value of gen_ai.provider.name, which the conventions require."""
+PROVIDER: Final = "paceline"  # value of gen_ai.provider.name, which the conventions require
 
 
 class Span:
@@ -170,5 +169,4 @@ class Metric:
 CREATE_CACHE: Final = {
     Attribute.RPC_SYSTEM: "grpc",
     Attribute.RPC_METHOD: "paceline.v1.VerifierService/CreateCache",
-}
-"""Attributes of both spans of a prefill."""
+}  # attributes of both spans of a prefill

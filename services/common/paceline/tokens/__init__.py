@@ -63,14 +63,10 @@ def local_token(address: str) -> str | None:
 class Noted:
     """What a running `paceline serve` of this user has noted of itself."""
 
-    pid: int
-    """Its process."""
-    services: tuple[str, ...]
-    """Addresses of its verifier and its drafter service, if it runs one."""
-    unused: str
-    """Where it would run a drafter service; empty: it runs one."""
-    ready: bool
-    """Whether all answer, and the drafter has joined."""
+    pid: int  # its process
+    services: tuple[str, ...]  # addresses of its verifier and its drafter service, if it runs one
+    unused: str  # where it would run a drafter service; empty: it runs one
+    ready: bool  # whether all answer, and the drafter has joined
 
 
 def noted_services(verifier: str) -> Noted | None:

@@ -46,7 +46,7 @@ _STATES_SECONDS = 0.25
 
 
 @dataclass
-class Parts:
+class ServiceParts:
     """What connections share with the rest of the service."""
 
     registry: Registry  # Chooses versions. Event loop.
@@ -101,7 +101,7 @@ class Connection:
 
     def __init__(
         self,
-        parts: Parts,
+        parts: ServiceParts,
         address: str,
         joined: exchange_pb2.Joined,
         write: Callable[[exchange_pb2.JoinRequest], None],

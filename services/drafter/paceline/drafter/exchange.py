@@ -16,7 +16,7 @@ from typing import Any
 
 import grpc
 
-from paceline.drafter.connection import Connection, Parts
+from paceline.drafter.connection import Connection, ServiceParts
 from paceline.service import OptionsError, ServiceError, limits
 from paceline.service.exchange import FramedSocket, socket_address
 from paceline.tokens import TokenError
@@ -41,7 +41,7 @@ class _Ended(Exception):
 class _Verifier:
     """A verifier of the list, which is joined again whenever the connection ends. Event loop."""
 
-    def __init__(self, address: str, parts: Parts) -> None:
+    def __init__(self, address: str, parts: ServiceParts) -> None:
         self.address = address
         self.connection: Connection | None = None  # None if it is not joined
         self.error = "not joined yet"
@@ -231,7 +231,7 @@ class _Verifier:
 class Exchange:
     """All verifiers of a drafter service. Use it on one event loop, :meth:`links` on any thread."""
 
-    def __init__(self, verifiers: Sequence[str], parts: Parts) -> None:
+    def __init__(self, verifiers: Sequence[str], parts: ServiceParts) -> None:
         """Keep the list; :meth:`start` joins them.
 
         Args:

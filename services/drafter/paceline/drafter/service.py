@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc
 
-from paceline.drafter.connection import Parts
+from paceline.drafter.connection import ServiceParts
 from paceline.drafter.exchange import Exchange
 from paceline.drafter.kv.exchange import KvExchange, VerifierAccess
 from paceline.drafter.methods.base import LoadError, Resources
@@ -39,7 +39,7 @@ class DrafterRegistryServicer(drafter_pb2_grpc.DrafterRegistryServiceServicer):
     The joined verifiers list a change before its response is sent.
     """
 
-    def __init__(self, parts: Parts, exchange: Exchange) -> None:
+    def __init__(self, parts: ServiceParts, exchange: Exchange) -> None:
         self._registry, self._exchange = parts.registry, exchange
 
     async def ListDrafters(
@@ -126,10 +126,9 @@ class DrafterService:
     message_bytes: Mapping[str, int] = MappingProxyType({})
 
     def __init__(
-        self, load: Sequence[DrafterSpec], parts: Parts, exchange: Exchange, device: str
+        self, load: Sequence[DrafterSpec], parts: ServiceParts, exchange: Exchange, device: str
     ) -> None:
-        self.exchange = exchange
-        """The verifiers."""
+        self.exchange = exchange  # the verifiers
         self._load, self._parts, self._device = list(load), parts, device
 
     def facts(self) -> dict[str, object]:
@@ -222,7 +221,7 @@ def build_service(
     resources = Resources(drafted_on, threads, "auto")
     worker = drafting_worker(drafted_on, overlap)
     registry = drafter_registry(load, roots, resources, worker)
-    parts = Parts(
+    parts = ServiceParts(
         registry=registry,
         worker=worker,
         kv=kv,

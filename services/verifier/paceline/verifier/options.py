@@ -12,9 +12,7 @@ from paceline.service.options import byte_count, option
 from paceline.tree import MAX_NODES
 
 CUDA_GRAPHS = ("auto", "on", "off")
-GPU_MEMORY = 0.8
-"""Share of a GPU's memory by default."""
-
+GPU_MEMORY = 0.8  # share of a GPU's memory by default
 SOURCES = ("ngram", "recycle", "grammar")
 SCHEDULES = ("off", "auto", "profile")
 NUMERICS = ("auto", "portable", "fast")
@@ -167,8 +165,7 @@ class VerifierOptions:
         type=round_sampling,
         metavar="N:M",
     )
-    threads: int | None = None
-    """Threads of one operation; None: PyTorch's setting."""
+    threads: int | None = None  # threads of one operation; None: PyTorch's setting
     paged_kv: bool = False
     """Keep KV in pages of one pool on the CPU too, as always on a GPU. Drafters cannot map it
     there. For tests."""

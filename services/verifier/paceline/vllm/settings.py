@@ -27,9 +27,7 @@ _log = logging.getLogger(__name__)
 
 PREFIX = "PACELINE_VLLM_"
 
-TRIED = ("0.32.0",)
-"""Versions of vLLM that the proposer was run with."""
-
+TRIED = ("0.32.0",)  # versions of vLLM that the proposer was run with
 _ARGUMENTS = ("sampled_token_ids", "num_tokens_no_spec", "token_ids_cpu")
 
 
@@ -58,23 +56,12 @@ class VllmOptions:
 class Settings:
     """All settings."""
 
-    model: verifier_pb2.GetModelResponse
-    """The served model, as drafter services are told."""
-
-    tokens: int
-    """Most tokens of a chain."""
-
-    leads: bool
-    """Whether this worker drafts. Of tensor-parallel workers vLLM asks the first alone."""
-
-    on_cpu: bool
-    """Whether the model runs on a processor, where each row of a step costs time."""
-
-    own: VllmOptions
-    """The proposer's own."""
-
-    server: ServerOptions | None
-    """Where drafter services join; None: they cannot."""
+    model: verifier_pb2.GetModelResponse  # the served model, as drafter services are told
+    tokens: int  # most tokens of a chain
+    leads: bool  # Whether this worker drafts. Of tensor-parallel workers vLLM asks the first alone.
+    on_cpu: bool  # whether the model runs on a processor, where each row of a step costs time
+    own: VllmOptions  # the proposer's own
+    server: ServerOptions | None  # where drafter services join; None: they cannot
 
     @classmethod
     def read(cls, config: Any, environ: Mapping[str, str] = os.environ) -> Settings:

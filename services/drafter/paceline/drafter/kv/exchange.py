@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("paceline.drafter")
 
-CALL_SECONDS = 2.0
-"""Longest wait for a verifier when a sequence is opened."""
-
+CALL_SECONDS = 2.0  # longest wait for a verifier when a sequence is opened
 _OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.max_receive_message_length", limits.VERIFIER_FRAME_BYTES),
     ("grpc.max_send_message_length", limits.VERIFIER_FRAME_BYTES),
@@ -50,17 +48,10 @@ _Reader = TypeVar("_Reader")
 class VerifierAccess:
     """Token and TLS for calls to verifiers."""
 
-    token: str | None = None
-    """Bearer token, that of the deployment."""
-
-    tls_ca: Path | None = None
-    """PEM authorities of the verifiers' TLS; None: no TLS."""
-
-    tls_cert: Path | None = None
-    """PEM client certificate, for verifiers that require one."""
-
-    tls_key: Path | None = None
-    """PEM key of the certificate."""
+    token: str | None = None  # bearer token, that of the deployment
+    tls_ca: Path | None = None  # PEM authorities of the verifiers' TLS; None: no TLS
+    tls_cert: Path | None = None  # PEM client certificate, for verifiers that require one
+    tls_key: Path | None = None  # PEM key of the certificate
 
     def metadata(self, address: str) -> tuple[tuple[str, str], ...]:
         """Returns the metadata of every call to an address. Without a token, that of a service of
@@ -102,8 +93,7 @@ class KvExchange:
             OSError: Another TLS file cannot be read.
         """
         self._device = device
-        self.metadata = access.metadata
-        """Metadata of every call to an address."""
+        self.metadata = access.metadata  # metadata of every call to an address
         self._credentials = access.credentials()
         self.sockets: dict[str, str] = {}
         """Unix sockets of verifiers by address, of those that were joined over one."""

@@ -36,9 +36,7 @@ __all__ = [
 ]
 
 
-SECTION = "paceline"
-"""Section of config.json with what other projects have no fields for."""
-
+SECTION = "paceline"  # section of config.json with what other projects have no fields for
 Options = TypeVar("Options")
 
 
@@ -47,8 +45,7 @@ class LoadError(Exception):
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
-        self.reason = reason
-        """Stable upper-case name of the error."""
+        self.reason = reason  # stable upper-case name of the error
 
 
 @dataclass(frozen=True)
@@ -62,9 +59,7 @@ class Needs:
     kv_options: KvOptions = field(default_factory=KvOptions)
     """Transport and selection policy of the KV."""
 
-    kv_budget: int = 0
-    """Maximum number of positions that it reads per layer; 0: all. Unit: tokens."""
-
+    kv_budget: int = 0  # maximum number of positions that it reads per layer; 0: all, in tokens
     kv_ratio: float = 0.0
     """Share of the text's positions that it reads, where that is more than ``kv_budget``."""
 
@@ -87,29 +82,18 @@ class Needs:
 class Fit:
     """Targets that a drafter fits; an empty field fits any."""
 
-    target_fingerprint: str = ""
-    """Fingerprint of the target that it was made for."""
-
-    target_origin: Origin | None = None
-    """By which other formats of that target are recognised."""
-
-    tokenizer_digest: str = ""
-    """SHA-256 hex of its tokenizer.json."""
-
-    vocab_size: int = 0
-    """Number of token ids."""
+    target_fingerprint: str = ""  # fingerprint of the target that it was made for
+    target_origin: Origin | None = None  # by which other formats of that target are recognised
+    tokenizer_digest: str = ""  # SHA-256 hex of its tokenizer.json
+    vocab_size: int = 0  # number of token ids
 
 
 @dataclass(frozen=True)
 class Resources:
     """Hardware that a loaded drafter uses."""
 
-    device: str = "cpu"
-    """torch name of the device."""
-
-    threads: int | None = None
-    """Threads of the math library; None: its default."""
-
+    device: str = "cpu"  # torch name of the device
+    threads: int | None = None  # threads of the math library; None: its default
     numerics: str = "portable"
     """How programs multiply bfloat16, as :func:`paceline.kernels.choose_numerics` has it."""
 
@@ -134,12 +118,8 @@ class Drafter(ABC):
     are called from one thread at a time. The registry closes a drafter after its last sequence.
     """
 
-    method: ClassVar[str]
-    """Name of the method."""
-
-    label: ClassVar[str] = ""
-    """Its name in prose, such as EAGLE-3; empty: its own name."""
-
+    method: ClassVar[str]  # name of the method
+    label: ClassVar[str] = ""  # its name in prose, such as EAGLE-3; empty: its own name
     path_options: ClassVar[tuple[str, ...]] = ()
     """Options that name a file or folder. Like the drafter's own, it must be below a root. With an
     option ``target``, ``paceline serve`` names the folder of its target there."""
@@ -161,15 +141,9 @@ class Drafter(ABC):
 
     fit: Fit = Fit()
     needs: Needs = Needs()
-    max_nodes: int = 64
-    """Maximum number of nodes that it drafts in a round."""
-
-    max_depth: int = 64
-    """Longest path that it drafts. Unit: tokens."""
-
-    weight_bytes: int = 0
-    """Memory of the weights. Unit: bytes."""
-
+    max_nodes: int = 64  # maximum number of nodes that it drafts in a round
+    max_depth: int = 64  # longest path that it drafts, in tokens
+    weight_bytes: int = 0  # memory of the weights, in bytes
     drafted_tokens: Tensor | None = None
     """The target's ids of the tokens that it can draft, rising, int64 ``[R]``; None: all."""
 

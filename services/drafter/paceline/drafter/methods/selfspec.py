@@ -146,8 +146,7 @@ class SelfSpecOptions(TreeOptions, KvOptions):
     same format: always, also where the system has no huge pages for files (then the verifier needs
     --share-weights), or auto: where it has."""
 
-    lora: str = ""
-    """Folder of the target's LoRA adapter; empty: it has none."""
+    lora: str = ""  # folder of the target's LoRA adapter; empty: it has none
 
     def __post_init__(self) -> None:
         TreeOptions.__post_init__(self)
