@@ -44,7 +44,8 @@ FAMILIES: dict[str, Any] = {
     "qwen2": Qwen2Config(**_SHAPE, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**_SHAPE, head_dim=32),
 }
-_SMALL = LlamaConfig(**{**_SHAPE, "hidden_size": 32, "num_hidden_layers": 1})
+# Heads of a CPU have multiples of 16 elements.
+_SMALL = LlamaConfig(**{**_SHAPE, "hidden_size": 32, "num_hidden_layers": 1, "head_dim": 16})
 
 
 def write_model(name: str, folder: Path) -> None:
