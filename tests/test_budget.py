@@ -17,7 +17,7 @@ BUDGET = {
     "services/common": 12_640,
     "services/verifier": 10_450,
     "services/drafter": 12_780,
-    "client": 15_650,
+    "client": 15_090,
     "train": 5_830,
     "bench": 7_065,
     "tests": 56_170,

@@ -428,32 +428,6 @@ QWEN35 = """\
 <think>
 {% endif %}"""
 
-MINISTRAL = """\
-{{- bos_token }}{%- if messages[0].role == 'system' %}[SYSTEM_PROMPT]{{ messages[0].content }}\
-[/SYSTEM_PROMPT]{% set turns = messages[1:] %}{% else %}{% set turns = messages %}{% endif %}
-{%- if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}
-{%- set ns = namespace(index=0) %}
-{%- for m in turns %}{% if m.role == 'user' or (m.role == 'assistant' and not m.tool_calls) %}\
-{% if (m.role == 'user') != (ns.index % 2 == 0) %}{{ raise_exception('Roles alternate') }}\
-{% endif %}{% set ns.index = ns.index + 1 %}{% endif %}{% endfor %}
-{%- for m in turns %}{% if m.role == 'user' %}[INST]{% if m.content is string %}{{ m.content }}\
-{% else %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}[/INST]
-{%- elif m.role == 'assistant' %}{% if not m.content and not m.tool_calls %}\
-{{ raise_exception('An answer has content or calls') }}{% endif %}{{ m.content or '' }}\
-{% for call in m.tool_calls or [] %}[TOOL_CALLS]{{ call.function.name }}[ARGS]\
-{{ call.function.arguments if call.function.arguments is string else \
-call.function.arguments | tojson }}{% endfor %}{{ eos_token }}
-{%- elif m.role == 'tool' %}[TOOL_RESULTS]{{ m.content }}[/TOOL_RESULTS]
-{%- else %}{{ raise_exception('Role ' + m.role + ' is unknown') }}{% endif %}{% endfor %}"""
-
-OLMO2 = """\
-{{ bos_token }}{% for m in messages %}{% if m['role'] == 'system' %}\
-{{ '<|system|>\\n' + m['content'] + '\\n' }}{% elif m['role'] == 'user' %}\
-{{ '<|user|>\\n' + m['content'] + '\\n' }}{% elif m['role'] == 'assistant' %}\
-{% if not loop.last %}{{ '<|assistant|>\\n' + m['content'] + eos_token + '\\n' }}{% else %}\
-{{ '<|assistant|>\\n' + m['content'] + eos_token }}{% endif %}{% endif %}\
-{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}{% endfor %}"""
-
 ZEPHYR = """\
 {% for m in messages %}
 {% if m['role'] == 'user' %}
