@@ -193,13 +193,14 @@ def test_a_step_waits_once_for_any_number_of_sequences(
             drafted, kept = stepped(decoder, pool, count, drafts, 1, waits, fields)
             assert [text[:3] for text in drafted] == [text[:3] for text in plain]
             assert torch.allclose(kept, states[:count, : kept.shape[1]], atol=1e-3)
-            masks = count  # of plain attention, one a sequence; kernels have tables in the plan
+            # Of the reference, one a sequence and layer; kernels have tables in the plan.
+            masks = count * decoder.config.layers
             waits += [None] * TRANSFERS["waits"]
             found.append((TRANSFERS["device"] - masks, TRANSFERS["host"], len(waits)))
             pool.check_integrity()
     # To the device: tokens, positions, trees, places of hidden states; parameters; changes of
     # logits; rows for the host.
-    more = {"greedy": 0, "sampled": 1, "penalised": 4, "constrained": 2, "logprobs": 2}[kind]
+    more = {"greedy": 0, "sampled": 1, "penalised": 4, "constrained": 0, "logprobs": 1}[kind]
     assert found == [(4 + more, 1 + (kind == "logprobs"), 1)] * 2
 
 
@@ -243,8 +244,9 @@ def test_rejection_sampling_waits_once(folder: Path, monkeypatch: pytest.MonkeyP
         for count in (1, 5):
             texts, _ = stepped(decoder, pool_of(decoder), count, [chain] * count, 1, waits, fields)
             assert texts == expected[:count]
+            masks = count * decoder.config.layers
             waits += [None] * (TRANSFERS["waits"] - count)
-            found.append((TRANSFERS["device"] - count, TRANSFERS["host"], len(waits)))
+            found.append((TRANSFERS["device"] - masks, TRANSFERS["host"], len(waits)))
     # Tokens, positions, places of hidden states; parameters, changes of logits, drafts.
     assert found == [(6, 1, 1)] * 2
 

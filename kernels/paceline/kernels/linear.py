@@ -135,11 +135,12 @@ class PackedMatrix:
         Raises:
             IndexError: There is no such output.
         """
-        if len(indices) and not (indices.min() >= 0 and indices.max() < self.outs):
+        indices = indices.contiguous()
+        at, which = address(indices, "indices"), indices.numpy()
+        if len(which) and not 0 <= which.min() <= which.max() < self.outs:
             raise IndexError(f"an index is outside of the {self.outs} outputs of a matrix")
-        rows, matrix = torch.empty(len(indices), self.ins), self.matrix()
-        at, which = ctypes.addressof(matrix), indices.contiguous()
-        library().paceline_rows(at, address(which, "indices"), len(which), rows.data_ptr())
+        rows, matrix = torch.empty(len(which), self.ins), self.matrix()
+        library().paceline_rows(ctypes.addressof(matrix), at, len(which), rows.data_ptr())
         return rows
 
     def matrix(self, numerics: str = "portable") -> CMatrix:
