@@ -425,7 +425,7 @@ def test_a_layer_launches_its_kernels_and_no_others(
         monkeypatch.setattr(
             f"paceline.decoder.{module}.is_rotated", lambda weights, device: weights == "int8"
         )
-    decoder = make_decoder(replace(CONFIG, weights=weights))  # on threads, without the interpreter
+    decoder = make_decoder(replace(CONFIG, weights=weights, tied=False))
     monkeypatch.setattr(rotated, "quantise_rows", products.quantise_rotated)
     monkeypatch.setattr(rotated, "scale_sums", products.scaled_sums)
     decoder.products = FixedProducts({}, "", "")  # graphs have as many rows as products need
@@ -445,7 +445,7 @@ def test_a_layer_launches_its_kernels_and_no_others(
         assert [found.pop(name) for name in ("quantise_rotated_rows", "_int_mm")] == [products] * 2
         assert found.pop("scale_int_sums") == 2, "others are scaled by the kernels that read them"
     assert found.pop("add_norm_rows") == 2 * layers + 1
-    assert sum(found.values()) == 2, "the last residual, and the copy of logits"
+    assert sum(found.values()) == 3, "embedding, last residual, and the copy of logits"
 
 
 def test_products_of_integers_give_what_torch_gives(
