@@ -20,12 +20,14 @@ from .test_call_forms import FORMS, HARMONY, TOOLS, USE, parsed
 CHANNELS = {
     f"channels {index}": (text, calls) for index, (text, (_, _, calls)) in enumerate(HARMONY)
 }
-CUT = "weather", {"city": "Rom </tool_call> </parameter> <parameter= </function> } x"}
+CUT = "weather", {"city": "Rom </tool_call> </parameter> <parameter= </function> </arg_value> } x"}
 JSON_CUT = json.dumps(CUT[1])
 LONG = {
     "tags": f"<tool_call>\n<function=weather>\n<parameter=city>\n{CUT[1]['city']}\n</parameter>\n"
     "</function>\n</tool_call>",
     "function": f"<function=weather>\n<parameter=city>\n{CUT[1]['city']}\n</parameter>\n</function>",
+    "pairs": f"<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>{CUT[1]['city']}</arg_value>\n"
+    "</tool_call>",
     "hermes": f'<tool_call>{{"name": "weather", "arguments": {JSON_CUT}}}</tool_call>',
     "mistral": f"[TOOL_CALLS]weather[ARGS]{JSON_CUT}",
     "bare": f'{{"name": "weather", "parameters": {JSON_CUT}}}',
@@ -216,10 +218,13 @@ def test_an_argument_in_tags_has_a_type_of_its_schema(schema: Any, text: str, va
     other = {"type": "object", "additionalProperties": schema, "$defs": DEFS}
     for parameters in (own, referred, parts, options, other):
         use = ToolUse([Tool(function=Function(name="f", parameters=parameters))], "auto")
-        written = f"<function=f>\n<parameter=x>\n{text}\n</parameter>\n</function>"
-        content, _, calls = parsed(parser_of(use, frozenset()), [written])
-        assert (content, calls) == ("", [("f", {"x": value})])
-        assert type(calls[0][1]["x"]) is type(value)
+        for written in (
+            f"<function=f>\n<parameter=x>\n{text}\n</parameter>\n</function>",
+            f"<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>{text}</arg_value>\n</tool_call>",
+        ):
+            content, _, calls = parsed(parser_of(use, frozenset()), [written])
+            assert (content, calls) == ("", [("f", {"x": value})])
+            assert type(calls[0][1]["x"]) is type(value)
 
 
 def test_types_of_a_schema_with_many_ways_to_the_same_part_are_found_at_once() -> None:

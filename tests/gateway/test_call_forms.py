@@ -48,6 +48,13 @@ FORMS: dict[str, tuple[str, list[Any]]] = {
     "mistral v3": ('[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Rom"}}, {"name": "clock"}]', TWO),
     "mistral v11": ('[TOOL_CALLS]weather[ARGS]{"city": "Rom"}[TOOL_CALLS]clock[ARGS]{}', TWO),
     "mistral v11 with ids": ('[TOOL_CALLS]weather[CALL_ID]abcdefghi[ARGS]{"city": "Rom"}', ONE),
+    "glm 4.5": (
+        "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rom</arg_value>\n<arg_key>days</arg_key>\n"
+        "<arg_value>3</arg_value>\n</tool_call>", [("weather", {"city": "Rom", "days": 3})],
+    ),
+    "glm 4.5 without arguments": (
+        "<tool_call>weather<arg_key>city</arg_key><arg_value>Rom</arg_value></tool_call><tool_call>clock\n</tool_call>", TWO,
+    ),
     "granite": ('<|tool_call|>[{"name": "weather", "arguments": {"city": "Rom"}}]', ONE),
     "granite 3.3": ('<tool_call>[{"name": "weather", "arguments": {"city": "Rom"}}]', ONE),
     "phi-4-mini": ('<|tool_call|>[{"type": "function", "name": "weather", "arguments": {"city": "Rom"}}]<|/tool_call|>', ONE),
@@ -107,6 +114,7 @@ QUOTED = [
     ("[TOOL_CALLS][{}]", '{"name": "weather", "arguments": ARGUMENTS}'),
     ("{}", '{"name": "weather", "parameters": ARGUMENTS}'),
     ("<tool_call><function=weather><parameter=city>{}</parameter></function></tool_call>", "PLAIN"),
+    ("<tool_call>weather<arg_key>city</arg_key><arg_value>{}</arg_value></tool_call>", "PLAIN"),
 ]
 
 

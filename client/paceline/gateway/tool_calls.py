@@ -1,10 +1,10 @@
 """Calls of functions in the text of a model.
 
 Between marks, which are special tokens of some models and text of others: JSON (Hermes, Qwen,
-SmolLM, Granite, Phi-4-mini), a name and JSON (Mistral), tags for each argument (Qwen3-Coder) or a
-call in Python's form (Olmo 3). From the start of the text on also without marks: JSON (Llama 3,
-Mistral), Python's form (Llama 3.2), or a tool's name with JSON on the next line (GLM-4). The marks
-tell the form, so that no model needs an option.
+SmolLM, Granite, Phi-4-mini), a name and JSON (Mistral), tags for each argument (Qwen3-Coder,
+GLM-4.5) or a call in Python's form (Olmo 3). From the start of the text on also without marks: JSON
+(Llama 3, Mistral), Python's form (Llama 3.2), or a tool's name with JSON on the next line (GLM-4).
+The marks tell the form, so that no model needs an option.
 
 Thoughts have no calls. A call is complete with its end mark, or with the last bracket of its JSON
 or Python; what is cut off before is text.
@@ -36,7 +36,7 @@ BLOCKS = {
 # What some models write behind a call that had no beginning; text where there was no call.
 _STRAY = "</tool_call>"
 # What stands between the parts of a call.
-_WITHIN = ("[ARGS]", "[CALL_ID]")
+_WITHIN = ("[ARGS]", "[CALL_ID]", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 CALL_MARKS = frozenset({*BLOCKS, *BLOCKS.values(), *_WITHIN} - {"", "<function="})
 """Special tokens that the text must have for its calls to be read."""
 
@@ -64,6 +64,9 @@ _PARAMETER = re.compile(
     r"\s*<parameter=([^>\n]+)>(.*?)(?:</parameter>(?=\s*(?:<parameter=[^>\s]+>|</function>|\Z))"
     r"|(?=\n<parameter=[^>\s]+>))",
     re.DOTALL,
+)
+_PAIR = re.compile(
+    r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>(?=\s*(?:<arg_key>|\Z))", re.DOTALL
 )
 _JSON_CALL = re.compile(r"(?:<function=[^>\n]+>)?\s*\{")
 _QUOTE = re.compile(r'\\.|"', re.DOTALL)
@@ -343,7 +346,7 @@ class CallParser:
         if call.startswith("<function="):
             body = call.rstrip().removesuffix("</function>").rstrip()
             return "<parameter=" in body and not body.endswith("</parameter>")
-        return False
+        return "<arg_key>" in before and not before.rstrip().endswith("</arg_value>")
 
     def _block(self, inside: str, end: str, ended: bool) -> Iterator[Part]:
         """The calls of a block, or its text if it has none."""
@@ -380,6 +383,8 @@ class CallParser:
 def _calls_in(text: str, use: ToolUse, ended: bool) -> tuple[list[tuple[str, str]], str]:
     """Names and arguments of the calls in a block, and the text that is none. Without an end of the
     block (`ended`), calls are those that have an end of their own."""
+    if text.strip() in use.names:
+        return ([(text.strip(), "{}")], "") if ended else ([], text)
     fenced = _FENCED.fullmatch(text)
     text = fenced[1] if fenced else text
     calls, rest = _objects_in(text, use.names, only_known=False)
@@ -387,6 +392,8 @@ def _calls_in(text: str, use: ToolUse, ended: bool) -> tuple[list[tuple[str, str
         return calls, rest
     if "<function=" in text:
         return _functions_in(text, use, ended)
+    if "<arg_key>" in text:
+        return _pairs_in(text, use) if ended else ([], text)
     calls = _named_objects_in(text) or _in_python(text, use)
     return calls, "" if calls else text
 
@@ -463,6 +470,16 @@ def _functions_in(text: str, use: ToolUse, ended: bool) -> tuple[list[tuple[str,
         calls.append((name, arguments))
         rest = behind
     return calls, "" if calls and "<function=" not in rest else rest
+
+
+def _pairs_in(text: str, use: ToolUse) -> tuple[list[tuple[str, str]], str]:
+    """The call of a name with pairs of keys and values, and the text if it is damaged."""
+    name, pairs, at = text.partition("<arg_key>")[0], dict[str, str](), text.index("<arg_key>")
+    while pair := _PAIR.match(text, at):
+        pairs[pair[1].strip()], at = pair[2], pair.end()
+    if text[at:].strip():
+        return [], text
+    return [(name.strip(), _typed(name.strip(), pairs, use))], ""
 
 
 def _typed(name: str, pairs: Mapping[str, str], use: ToolUse) -> str:
