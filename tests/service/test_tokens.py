@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.drafter.connection import Parts
+from paceline.drafter.connection import ServiceParts
 from paceline.drafter.exchange import Exchange
 from paceline.drafter.kv.exchange import KvExchange, VerifierAccess
 from paceline.service import OptionsError
@@ -37,7 +37,7 @@ def test_a_token_leaves_this_machine_encrypted_only(address: str, local: bool) -
     check_encrypted(address, None, tls=False)
     check_encrypted(address, "secret", tls=True)
     access = VerifierAccess(token="secret")
-    parts = Parts(*[None] * 2, KvExchange(access), *[None] * 3, 1, 1)  # type: ignore[arg-type]
+    parts = ServiceParts(*[None] * 2, KvExchange(access), *[None] * 3, 1, 1)  # type: ignore[arg-type]
     if local:
         check_encrypted(address, "secret", tls=False)
         access.metadata(address)

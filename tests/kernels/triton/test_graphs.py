@@ -421,7 +421,7 @@ def test_a_layer_launches_its_kernels_and_no_others(
     from paceline.kernels.triton import products
 
     request.getfixturevalue("triton_on_cpu")
-    for module in ("model", "weights"):
+    for module in ("model", "pack", "weights"):
         monkeypatch.setattr(
             f"paceline.decoder.{module}.is_rotated", lambda weights, device: weights == "int8"
         )
@@ -455,7 +455,7 @@ def test_products_of_integers_give_what_torch_gives(
     of an earlier product."""
     from paceline.kernels.triton import products
 
-    for module in ("model", "weights"):
+    for module in ("model", "pack", "weights"):
         monkeypatch.setattr(f"paceline.decoder.{module}.is_rotated", lambda *_: True)
     config = replace(CONFIG, weights="int8", hidden=CONFIG.q_heads * CONFIG.head_dim)
     decoder, cache = make_decoder(config), LocalCache(config)

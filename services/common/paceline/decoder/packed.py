@@ -200,7 +200,7 @@ def _copy(file: int, size: int) -> Tensor:
                 raise ValueError("the packed weights are cut off")
             left, place = left[count:], place + count
 
-    with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(_READERS) as pool:
         list(pool.map(read, range(0, size, _PIECE)))
     return data
 
