@@ -306,6 +306,7 @@ async def test_connections_dropped_and_delayed(
         assert output == expected
         assert failures["drafter_unavailable"]
         await asyncio.to_thread(wait_joined, verifier.address, 1)
+        await client.drafters()  # it knows now what is there
         missing = {"drafter_unavailable": len(prompts)}
         assert await outputs(client, prompts, names) == (expected, missing)
         link.down = False

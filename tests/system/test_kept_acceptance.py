@@ -28,10 +28,9 @@ METHODS = {
     "eagle3": "eagle3:{states},target={target}",
     "ngram": "ngram",
 }
-NAMES = (*METHODS, "local")
 # Drafters that learn how often their guesses in a text are right: after a loss they learn anew, so
 # a tree may have other nodes, but as many are accepted.
-LEARNS = ("ngram", "local")
+LEARNS = ("ngram",)
 
 
 @dataclass
@@ -70,6 +69,7 @@ def services(models: dict[str, Path], sockets: Path, tmp_path: Path) -> Iterator
         "states": write_states(target, tmp_path / "states"),
     }
     arguments = ["--target", str(target), "--weights", "float32", "--schedule", "off"]
+    arguments += ["--sources", "none"]  # trees of the drafters alone
     places = [f"unix:{sockets}/kept{number}" for number in range(2)]
     verifiers = [
         ServiceProcess("verifier", arguments, address=place, environment=THREADS)
@@ -128,7 +128,7 @@ async def write(
 
 async def write_all(services: Services, act: Callable[[Client], None] | None) -> dict[str, Text]:
     """The text by each drafter, side by side."""
-    barrier = None if act is None else asyncio.Barrier(len(NAMES))
+    barrier = None if act is None else asyncio.Barrier(len(METHODS))
     address = services.verifiers[0].address
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(
@@ -138,15 +138,15 @@ async def write_all(services: Services, act: Callable[[Client], None] | None) ->
         )
         await client.model()
         acting = None if act is None else partial(act, client)
-        texts = [write(client, name, barrier, acting) for name in NAMES]
-        return dict(zip(NAMES, await asyncio.gather(*texts), strict=True))
+        texts = [write(client, name, barrier, acting) for name in METHODS]
+        return dict(zip(METHODS, await asyncio.gather(*texts), strict=True))
 
 
 def compare(
     name: str, before: dict[str, Text], after: dict[str, Text], first: int, *, restarted: bool
 ) -> None:
     """The drafts of texts from a position on are those of the texts before."""
-    for drafter in NAMES:
+    for drafter in METHODS:
         one, two = before[drafter], after[drafter]
         assert two.result.token_ids == one.result.token_ids
         lengths = [round(each.accepted(first), 3) for each in (one, two)]
