@@ -110,7 +110,7 @@ async def test_a_drafter_reads_the_kv_of_the_verifier_and_a_collector_hears_of_i
 ) -> None:
     drafted = await client.generate(PROMPT, drafter=longspec, **WANTED)
     assert drafted.token_ids == plain
-    assert [*drafted.stats.drafter_versions] == ["longspec@1"]
+    assert {*drafted.stats.drafter_versions} - {"local@1"} == {"longspec@1"}
     assert not drafted.stats.fallbacks
 
     words = ("--raw", "--max-new-tokens", "24", "--drafter", longspec, *DRAFTED, "--json")
@@ -230,7 +230,7 @@ async def test_a_drafter_is_swapped_while_text_streams(
     assert (await generation).token_ids == plain
     swapped = await client.generate(PROMPT, drafter="ngram", **WANTED)
     assert swapped.token_ids == plain
-    assert [*swapped.stats.drafter_versions] == ["ngram@next"]
+    assert {*swapped.stats.drafter_versions} - {"local@1"} == {"ngram@next"}
     deployment.cli("drafters", "unload", "ngram", "1")
     assert "ngram@1" not in deployment.cli("drafters", "list")
     assert deployment.run("ps", "--quiet", "verifier") == verifier

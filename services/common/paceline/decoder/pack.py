@@ -172,7 +172,7 @@ def _rows_in_order(config: DecoderConfig) -> Tensor | None:
 def _check_names(config: DecoderConfig, weights: Mapping[str, Weight]) -> None:
     """Refuse tensors of layers that would be left out, such as biases or scales."""
     known = {"self_attn.rotary_emb.inv_freq", *layer_shapes(config)}
-    for name in weights:
+    for name in sorted(weights):  # the same error each time
         *start, index, part = name.split(".", 3)
         if start != ["model", "layers"] or int(index) >= config.layers:
             continue
