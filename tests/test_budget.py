@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 BUDGET = {
     "kernels": 13_890,
-    "services/common": 12_980,
+    "services/common": 12_990,
     "services/verifier": 10_450,
     "services/drafter": 12_780,
     "client": 15_090,
