@@ -178,8 +178,11 @@ def test_an_entry_is_removed_while_it_is_used(packed: Path, share: bool) -> None
 
 
 def test_entries_are_listed_with_the_one_used_last_first(packed: Path) -> None:
-    for weights in ("float32", "int8", "float32"):
+    for weights in ("float32", "int8"):
         prepare(TARGET, weights)
+    for entry in store.packed_models():
+        os.utime(entry.folder / "model.json", (1e9, 1e9))
+    prepare(TARGET, "float32")
     first, second = store.packed_models()
     assert (first.description.requested, second.description.requested) == ("float32", "int8")
     assert first.description.source == str(TARGET.resolve())
