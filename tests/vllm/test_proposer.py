@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -420,3 +421,9 @@ def test_a_token_is_required_where_one_is_set(make: Make, monkeypatch: pytest.Mo
     assert "UNAUTHENTICATED" in repr(service.error)
     with Service(proposer.address, right(counting), metadata=[("authorization", "Bearer secret")]):
         assert _joined(proposer) == ["d"]
+
+
+def test_a_proposer_needs_no_package_that_vllm_lacks() -> None:
+    """Models are read by drafter services, and not in vLLM's process."""
+    program = "import sys; sys.modules['gguf'] = None; import paceline.verifier.exchange_service"
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from paceline.decoder.config import UnsupportedModelError
 
+_MAX_PARTS = 1024
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.ASCII)
 _MAX_BYTES = 256 << 20
 _MAX_CONFIG = 16 << 20
 # Fields that are counts, from 1, and the largest number of each.
@@ -53,6 +56,16 @@ _REALS = {
 }
 
 _TYPES = ("float32", "float16", "bfloat16", "auto")  # types of a model, by their names in torch
+
+
+def part_paths(path: Path) -> list[Path]:
+    """The files of a model by the first one: itself, or all parts ``NAME-00001-of-0000N.gguf``."""
+    match = _PART.fullmatch(path.name)
+    if match is None:
+        return [path]
+    name, _, total = match.groups()
+    count = min(int(total), _MAX_PARTS)
+    return [path.with_name(f"{name}-{part:05}-of-{total}.gguf") for part in range(1, count + 1)]
 
 
 def read_file(path: Path, limit: int = _MAX_BYTES) -> bytes:

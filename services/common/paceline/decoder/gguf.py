@@ -24,12 +24,12 @@ from paceline.decoder.config import (
     rope_frequencies,
 )
 from paceline.decoder.families import FAMILIES, GGUF_NAMES, expert_name
+from paceline.decoder.folder_files import part_paths
 from paceline.decoder.gguf_file import (
     GgufFile,
     check_format,
     converts,
     decode,
-    part_paths,
     read_gguf,
 )
 from paceline.decoder.gguf_tokenizer import GgufTokenizer

@@ -7,7 +7,6 @@ and takes seconds for a vocabulary. This one checks all of them, so a damaged fi
 from __future__ import annotations
 
 import mmap
-import re
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from gguf.quants import Q4_K, dequantize
 from torch import Tensor
 
 from paceline.decoder.config import UnsupportedModelError
+from paceline.decoder.folder_files import part_paths
 from paceline.kernels.quantised import (
     QUANT_BLOCK,
     QuantisedMatrix,
@@ -36,8 +36,6 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MAX_DIMENSIONS = 4
-_MAX_PARTS = 1024
-_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.ASCII)
 _SCALARS = {
     GGUFValueType.UINT8: "<B",
     GGUFValueType.INT8: "<b",
@@ -122,16 +120,6 @@ class GgufFile:
         """Give up the pages that were read; they are read again when they are needed."""
         for mapped in self.memory:
             mapped.madvise(mmap.MADV_DONTNEED)
-
-
-def part_paths(path: Path) -> list[Path]:
-    """The files of a model by the first one: itself, or all parts ``NAME-00001-of-0000N.gguf``."""
-    match = _PART.fullmatch(path.name)
-    if match is None:
-        return [path]
-    name, _, total = match.groups()
-    count = min(int(total), _MAX_PARTS)
-    return [path.with_name(f"{name}-{part:05}-of-{total}.gguf") for part in range(1, count + 1)]
 
 
 def read_gguf(path: Path) -> GgufFile:

@@ -21,6 +21,7 @@ from paceline.decoder.families import FAMILIES
 from paceline.decoder.folder_files import (
     check_fields,
     one_line,
+    part_paths,
     read_file,
     read_object,
     read_text,
@@ -268,8 +269,6 @@ def open_model(path: str | Path | ModelSource, lora: str | Path | None = None) -
         return path
     found = Path(path)
     if found.is_file() or found.suffix == ".gguf":
-        from paceline.decoder.gguf_file import part_paths
-
         files = (each for each in part_paths(found) if each.is_file())
         return _gguf_model(found, tuple(map(file_facts, files)))
     return ModelFolder(found)

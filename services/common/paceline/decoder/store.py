@@ -27,7 +27,7 @@ import torch
 import paceline.kernels
 from paceline.decoder.config import DecoderConfig, UnsupportedModelError
 from paceline.decoder.device import map_on_cores
-from paceline.decoder.gguf_file import part_paths
+from paceline.decoder.folder_files import part_paths
 from paceline.decoder.model import Decoder, config_for
 from paceline.decoder.model_source import ModelSource, about, cache_folder, file_facts
 from paceline.decoder.pack import Packer
