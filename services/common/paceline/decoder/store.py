@@ -205,9 +205,8 @@ def packed_models() -> list[Entry]:
     entries = []
     for folder in _entries():
         with suppress(OSError, ValueError):  # a damaged one is made again, or swept
-            size = sum(file.stat().st_size for file in folder.iterdir())
             used = (folder / _MODEL).stat().st_mtime
-            entries.append(Entry(folder, _describe(folder), size, used))
+            entries.append(Entry(folder, _describe(folder), _size(folder), used))
     return sorted(entries, key=lambda entry: -entry.used)
 
 
@@ -294,9 +293,14 @@ def _make(entry: Path, path: Path, weights: str, lora: str, progress: Progress) 
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     model = _read(entry)
-    size = sum(file.stat().st_size for file in entry.iterdir())
-    _log.info("%s is packed: %.2f GB in %s, which `paceline models` lists", path, size / 1e9, entry)
+    size = _size(entry) / 1e9
+    _log.info("%s is packed: %.2f GB in %s, which `paceline models` lists", path, size, entry)
     return model
+
+
+def _size(entry: Path) -> int:
+    """Size of an entry on disk. Unit: bytes."""
+    return sum(file.stat().st_size for file in entry.iterdir())
 
 
 @contextmanager
