@@ -24,6 +24,7 @@ from test_gguf import NAMES as GGUF_NAMES
 from test_gguf import UNKNOWN
 
 from paceline.bench.record import make_console
+from paceline.convert import load_decoder
 from paceline.decoder import Decoder, LocalCache
 
 MAX_FLOAT_ERROR = 2e-4
@@ -50,8 +51,8 @@ def gguf_error(name: str, folder: Path, tokens: list[int]) -> str:
         return "not as a file"
     known = UNKNOWN.get(name, {})  # fields that a file does not contain have one value
     stored = save_model(folder / "stored", name, vocab_size=models.VOCAB, **known)
-    expected = run(Decoder.load(stored), tokens)
-    found = run(Decoder.load(write_gguf(folder / "model.gguf", stored)), tokens)
+    expected = run(load_decoder(stored), tokens)
+    found = run(load_decoder(write_gguf(folder / "model.gguf", stored)), tokens)
     error = float((found - expected).abs().max() / expected.std())
     assert error < MAX_FLOAT_ERROR, f"{name}: logits of the GGUF file differ by {error}"
     return f"{error:.0e}"
@@ -66,7 +67,7 @@ def row(name: str, folder: Path) -> list[str]:
         settings: dict[str, Any] = {"max_new_tokens": TOKENS, "do_sample": False}
         expected = model.generate(prompt[None], **settings)[0].tolist()
         logits = model(torch.tensor([expected])).logits[0]
-    decoder = Decoder.load(folder)
+    decoder = load_decoder(folder)
     error = float((run(decoder, expected) - logits).abs().max() / logits.std())
     assert error < MAX_FLOAT_ERROR, f"{name}: float32 logits differ by {error}"
     accepted = "in tests/verifier/test_recurrent.py"
@@ -75,7 +76,7 @@ def row(name: str, folder: Path) -> list[str]:
         accepted = " / ".join(map(str, counts))
     cells = [name, type(model).__name__, f"{error:.0e}", accepted]
     for weights, max_error in MAX_ERRORS.items():
-        loaded = Decoder.load(folder, weights)
+        loaded = load_decoder(folder, weights)
         errors = (run(loaded, expected) - logits).std(-1) / logits.std(-1)
         assert errors.median() < max_error, f"{name}: {weights} differs by {errors.median()}"
         cells.append(f"{errors.median():.3f}, {milliseconds(loaded, expected):.2f} ms")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from paceline.decoder.weights import Linear
+from paceline.decoder.linear import Linear
 
 
 def keep_plain(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from paceline.decoder import Decoder, LocalCache, open_model
+from paceline.convert import load_decoder, open_model
+from paceline.decoder import Decoder, LocalCache
 from paceline.drafter import Budget, DraftSequence, GenerationInfo, Resources, Update
 from paceline.drafter.methods import method_class
 from paceline.kernels import History, QueryBlock, SamplingParams, choose_token, plan_trees
@@ -62,7 +63,7 @@ def generate(target: Decoder, prompt: list[int], count: int, params, drafter: Dr
 
 if __name__ == "__main__":
     source = open_model(Path("models/demo/target"))
-    target, tokenizer = Decoder.load(source, "bfloat16"), Tokenizer.from_buffer(source.tokenizer)
+    target, tokenizer = load_decoder(source, "bfloat16"), Tokenizer.from_buffer(source.tokenizer)
     prompt = tokenizer.encode("def __init__(self, name, value):\n    self.name = name\n").ids
     method = method_class("lm").load(Path("models/demo/lm"), {}, Resources())
     for temperature in (0.0, 0.8):

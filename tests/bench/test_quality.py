@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from paceline.bench.quality import WINDOW, compare, held_out, llama_cpp, predictions
-from paceline.decoder import Decoder
+from paceline.convert import load_decoder
 
 TARGET = Path(__file__).parents[2] / "models" / "demo" / "target"
 
@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_second_half_of_a_window_is_predicted_as_by_transformers(folder: Path) -> None:
     window = torch.randint(96, (600,))
-    found = predictions(Decoder.load(folder, "float32"), window)
+    found = predictions(load_decoder(folder, "float32"), window)
     model = LlamaForCausalLM.from_pretrained(folder)
     with torch.inference_mode():
         expected = model(window[None]).logits[0].log_softmax(-1)[300:-1]
@@ -37,7 +37,7 @@ def test_the_second_half_of_a_window_is_predicted_as_by_transformers(folder: Pat
 
 
 def test_a_model_differs_from_itself_in_nothing(folder: Path) -> None:
-    exact, rounded = Decoder.load(folder, "float32"), Decoder.load(folder, "bfloat16")
+    exact, rounded = load_decoder(folder, "float32"), load_decoder(folder, "bfloat16")
     text = torch.randint(96, (2, 64))
     base = [predictions(exact, window) for window in text]
     same = compare(base, exact, text)
@@ -46,7 +46,7 @@ def test_a_model_differs_from_itself_in_nothing(folder: Path) -> None:
     assert same["same_top"] == 1
     near = compare(base, rounded, text)
     assert 0 < near["kl_divergence"] < 0.1
-    kv = compare(base, Decoder.load(folder, "float32", kv_cache_dtype="int8"), text)
+    kv = compare(base, load_decoder(folder, "float32", kv_cache_dtype="int8"), text)
     assert 0 < kv["kl_divergence"] < 0.1
     assert near["base_perplexity"] == same["perplexity"] != near["perplexity"]
     with torch.inference_mode():

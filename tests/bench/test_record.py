@@ -21,7 +21,7 @@ from paceline.bench.models import Models
 from paceline.bench.prompts import long_prompts, needle_prompts, tokenizer
 from paceline.bench.record import Results, commit, digest
 from paceline.cli.command import CommandError
-from paceline.decoder import open_model
+from paceline.convert import open_model
 
 ROOT = Path(__file__).parents[2]
 

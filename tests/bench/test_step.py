@@ -20,7 +20,7 @@ from paceline.bench.step.run import measure, run
 from paceline.bench.table import program as program_of_the_table
 from paceline.cli.command import CommandError
 from paceline.cli.main import main
-from paceline.decoder import load_config
+from paceline.convert import load_config
 from paceline.kernels._compile import levels_here
 from paceline.kernels._native import VARIABLE
 

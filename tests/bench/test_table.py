@@ -40,7 +40,7 @@ from paceline.bench.table.run import (
     run,
 )
 from paceline.bench.table.vllm import LOOKUP, NGRAM, Vllm
-from paceline.decoder import open_model
+from paceline.convert import open_model
 from paceline.harness import read_prompts
 
 ROOT = Path(__file__).parents[2]

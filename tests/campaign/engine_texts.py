@@ -22,6 +22,7 @@ from test_gguf import UNKNOWN
 from test_grammar import SCHEMA, TOKENIZER
 from trees import SHAPES, draw_tree
 
+from paceline.convert import load_decoder
 from paceline.decoder import Decoder
 from paceline.kv.selection import AttentionScores, Rows
 from paceline.text import Text
@@ -144,7 +145,7 @@ class World:
             path = file if file.exists() else write_gguf(file, path, format)
         self.source, self.weights = path, weights
         options = {"kv_cache_dtype": self.drawn["kv"], "numerics": self.drawn["numerics"]}
-        return Decoder.load(path, weights, **options)
+        return load_decoder(path, weights, **options)
 
     def open(self, request: Request) -> CachedSequence:
         """A new sequence."""

@@ -20,7 +20,7 @@ from tiny_models import write_model, write_tokenizer
 from paceline.cli import drafters
 from paceline.cli.fetch import FetchError, _write_tokenizer, fetch
 from paceline.cli.main import main
-from paceline.decoder import open_model
+from paceline.convert import open_model
 from paceline.harness import models
 from paceline.harness.models import MODELS, drafter_spec, model_path, name_of
 

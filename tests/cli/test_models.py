@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.main import main
-from paceline.decoder import prepare, read_converted
-from paceline.decoder.model_source import cache_folder
+from paceline.convert import prepare
+from paceline.decoder import read_converted
+from paceline.decoder.remembered import cache_folder
 
 TARGET = Path(__file__).parents[2] / "models" / "demo" / "target"
 

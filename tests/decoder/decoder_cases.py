@@ -10,6 +10,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from paceline.convert import load_decoder
 from paceline.decoder import Decoder, LocalCache
 from paceline.kernels import CHUNK, QueryBlock, plan_trees
 
@@ -160,7 +161,7 @@ def load(models: dict[str, Path], name: str, dtype: torch.dtype = torch.float32)
     """The decoder of a model, loaded once."""
     key = (models[name], dtype)
     if key not in _LOADED:
-        _LOADED[key] = Decoder.load(models[name], dtype)
+        _LOADED[key] = load_decoder(models[name], dtype)
     return _LOADED[key]
 
 

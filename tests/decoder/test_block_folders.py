@@ -12,13 +12,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from paceline.decoder import (
-    Decoder,
-    LocalCache,
-    UnsupportedModelError,
-    weights_fingerprint,
-)
-from paceline.decoder.weights import Checkpoint
+from paceline.convert import load_decoder, weights_fingerprint
+from paceline.convert.weights import Checkpoint
+from paceline.decoder import LocalCache, UnsupportedModelError
 from paceline.kernels.quantised import quantise
 from paceline.train.blocks import plain_folder, store_blocks
 
@@ -29,7 +25,6 @@ INT4 = {"int8": (), "int4": ("",), "both": (".mlp.", "embed_tokens")}
 
 @pytest.fixture(params=INT4)
 def folder(request: pytest.FixtureRequest, models: dict[str, Path], tmp_path: Path) -> Path:
-    """The Llama model in blocks."""
     copy: Path = tmp_path / request.param
     shutil.copytree(models["llama"], copy)
     store_blocks(copy, INT4[request.param])
@@ -84,7 +79,7 @@ def test_transformers_reads_the_plain_folder(folder: Path, tmp_path: Path) -> No
     tokens = random_tokens(20)
     logits = []
     for path in (folder, plain):
-        decoder = Decoder.load(path, torch.float32)
+        decoder = load_decoder(path, torch.float32)
         logits.append(extend(decoder, LocalCache(decoder.config), tokens))
     assert torch.equal(*logits)
     torch.testing.assert_close(logits[0], expected_logits(plain, tokens), rtol=1e-3, atol=1e-3)
@@ -166,4 +161,4 @@ def _refused(folder: Path, changed: dict[str, Tensor | None], named: str = MATRI
     stored = {n: t for n, t in (load_file(file) | changed).items() if t is not None}
     save_file(stored, file, metadata=metadata)
     with pytest.raises(UnsupportedModelError, match=named):
-        Decoder.load(folder)
+        load_decoder(folder)

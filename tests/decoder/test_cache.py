@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.decoder import LocalCache, load_config
+from paceline.convert import load_config
+from paceline.decoder import LocalCache
 
 
 @pytest.fixture

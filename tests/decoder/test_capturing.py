@@ -83,7 +83,6 @@ def test_all_graphs_are_captured_on_one_stream_which_alone_is_waited_for(cuda: C
 
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_capture_that_fails_ends_with_its_own_error(cuda: Cuda, broken: bool) -> None:
-    """And the next one begins."""
     capturing = Capturing(GPU)
     cuda.broken = broken
 

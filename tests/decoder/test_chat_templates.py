@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models
 
-from paceline.decoder import open_model
+from paceline.convert import open_model
 
 A, B, C = "{{ 'a' }}", "{{ 'b' }}", "{{ 'c' }}"
 SPECIAL: dict[str, Any] = {

@@ -13,13 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.decoder import (
-    Decoder,
-    UnsupportedModelError,
-    find_device,
-    load_config,
-    weights_fingerprint,
-)
+from paceline.convert import load_config, load_decoder, weights_fingerprint
+from paceline.decoder import UnsupportedModelError, find_device
 from paceline.drafter.wiring import drafting_device
 from paceline.kv.cuda import DriverError
 
@@ -77,7 +72,7 @@ def test_unsupported_models_are_refused_with_a_reason(
     models: dict[str, Path], tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
-        Decoder.load(changed(models["llama"], tmp_path / "model", **change))
+        load_decoder(changed(models["llama"], tmp_path / "model", **change))
     with pytest.raises(UnsupportedModelError, match="float16"):
         load_config(models["llama"], torch.float16)
 
@@ -87,20 +82,20 @@ def test_tensors_that_would_be_left_out_and_devices_without_a_soft_cap_are_refus
 ) -> None:
     folder = changed(models["qwen3"], tmp_path / "model", model_type="llama")
     with pytest.raises(UnsupportedModelError, match=r"model: .*_norm.weight' is not part of a"):
-        Decoder.load(folder)
+        load_decoder(folder)
     with pytest.raises(UnsupportedModelError, match="soft cap, which is supported on the CPU"):
-        Decoder.load(models["gemma2"], device="cuda")
+        load_decoder(models["gemma2"], device="cuda")
     wide = changed(models["llama"], tmp_path / "wide", head_dim=512)
     with pytest.raises(UnsupportedModelError, match="heads have 512 elements, expected at most"):
-        Decoder.load(wide, device="cuda")
+        load_decoder(wide, device="cuda")
 
 
 def test_a_folder_without_a_model_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no config\.json"):
-        Decoder.load(tmp_path)
+        load_decoder(tmp_path)
     shutil.copy(models["llama"] / "config.json", tmp_path)
     with pytest.raises(UnsupportedModelError, match="only safetensors"):
-        Decoder.load(tmp_path)
+        load_decoder(tmp_path)
 
 
 def test_fingerprints_tell_models_apart(models: dict[str, Path], tmp_path: Path) -> None:

@@ -15,14 +15,15 @@ from decoder_cases import ask_tree, expected_logits, extend, path_to, random_tok
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from paceline.decoder import Decoder, LocalCache, UnsupportedModelError
+from paceline.convert import load_decoder
+from paceline.decoder import LocalCache, UnsupportedModelError
 
 MIXTURES = ["qwen3-moe", "mixtral"]
 PARENTS = (-1, 0, 0, 1, 2, 2, 3, 6, 7, 5)
 
 
 def logits(folder: Path) -> Tensor:
-    decoder = Decoder.load(folder)
+    decoder = load_decoder(folder)
     return extend(decoder, LocalCache(decoder.config), random_tokens(40))
 
 
@@ -47,7 +48,7 @@ def test_one_tensor_of_all_experts_loads_like_one_of_each(
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_a_tree_in_blocks_has_the_bits_of_decoding(models: dict[str, Path], weights: str) -> None:
-    decoder = Decoder.load(models["qwen3-moe"], weights)
+    decoder = load_decoder(models["qwen3-moe"], weights)
     prompt, tree = random_tokens(37), random_tokens(len(PARENTS), 1)
     cache = LocalCache(decoder.config)
     extend(decoder, cache, prompt)
@@ -94,7 +95,7 @@ def test_missing_wrong_and_extra_experts_are_named(
     models: dict[str, Path], tmp_path: Path, change: Any, message: str
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=f"model: .*{message}"):
-        Decoder.load(changed(models["qwen3-moe"], tmp_path / "model", change))
+        load_decoder(changed(models["qwen3-moe"], tmp_path / "model", change))
 
 
 @pytest.mark.parametrize(
@@ -116,7 +117,7 @@ def test_mixtures_that_are_not_supported(
     config = json.loads((tmp_path / "model/config.json").read_text())
     (tmp_path / "model/config.json").write_text(json.dumps(config | change))
     with pytest.raises(UnsupportedModelError, match=message):
-        Decoder.load(tmp_path / "model")
+        load_decoder(tmp_path / "model")
 
 
 NIBBLES = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
@@ -153,7 +154,7 @@ def test_mxfp4_of_gpt_oss_keeps_its_values(models: dict[str, Path], tmp_path: Pa
     tokens = random_tokens(40)
     expected = expected_logits(plain, tokens)
     for weights in ("float32", "auto", "int8"):
-        decoder = Decoder.load(folder, weights)
+        decoder = load_decoder(folder, weights)
         assert decoder.config.weights == {"auto": "mxfp4"}.get(weights, weights)
         found = extend(decoder, LocalCache(decoder.config), tokens)
         errors = (found - expected).std(-1) / expected.std(-1)
@@ -164,7 +165,7 @@ def test_mxfp4_of_gpt_oss_keeps_its_values(models: dict[str, Path], tmp_path: Pa
         tensors["model.layers.1.mlp.experts.down_proj_scales"][2, 0, 0] = 255
 
     with pytest.raises(UnsupportedModelError, match=r"1\.mlp\.experts\.down_proj_scales' is dam"):
-        Decoder.load(changed(folder, tmp_path / "damaged", damage))
+        load_decoder(changed(folder, tmp_path / "damaged", damage))
 
 
 def test_other_quantised_checkpoints_are_refused(models: dict[str, Path], tmp_path: Path) -> None:
@@ -179,4 +180,4 @@ def test_other_quantised_checkpoints_are_refused(models: dict[str, Path], tmp_pa
     ):
         (tmp_path / "model/config.json").write_text(json.dumps(config | change))
         with pytest.raises(UnsupportedModelError, match=message):
-            Decoder.load(tmp_path / "model")
+            load_decoder(tmp_path / "model")

@@ -10,8 +10,9 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from paceline.client import TextCodec
-from paceline.decoder import UnsupportedModelError, folder_tokenizer, open_model
-from paceline.decoder.families import FAMILIES
+from paceline.convert import folder_tokenizer, open_model
+from paceline.convert.families import FAMILIES
+from paceline.decoder import UnsupportedModelError
 
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 VOCAB = {letter: place for place, letter in enumerate(LETTERS)} | {"ab": 256}

@@ -20,18 +20,17 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers import models as tokenizer_models
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from paceline.decoder import (
-    Decoder,
-    LocalCache,
+from paceline.convert import (
     Packer,
-    UnsupportedModelError,
     load_config,
+    load_decoder,
     open_model,
     prepare,
     weights_fingerprint,
 )
-from paceline.decoder.gguf_file import GgufFile, GgufTensor, converts, decode
-from paceline.decoder.weights import Weight, plain
+from paceline.convert.gguf_file import GgufFile, GgufTensor, converts, decode
+from paceline.convert.weights import Weight, plain
+from paceline.decoder import Decoder, LocalCache, UnsupportedModelError
 from paceline.kernels.linear import PackedMatrix
 from paceline.kernels.quantised import QuantisedMatrix, quantise
 
@@ -78,7 +77,7 @@ def test_a_float_file_is_the_folder(name: str, models: dict[str, Path], tmp_path
         values = plain(weight, torch.float32)
         values = values + norm_offset if values.dim() == 1 else values
         assert torch.equal(plain(found[key], torch.float32), values), key
-    torch.testing.assert_close(logits(Decoder.load(file)), logits(Decoder.load(source)))
+    torch.testing.assert_close(logits(load_decoder(file)), logits(load_decoder(source)))
 
 
 @pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16])
@@ -114,9 +113,9 @@ def test_quantised_files_keep_their_values(
 def test_a_file_of_several_formats(models: dict[str, Path], tmp_path: Path) -> None:
     kinds = {"blk.0.attn_v.weight": Kind.Q8_0, "blk.1.attn_k.weight": Kind.F16}
     file = write_gguf(tmp_path / "model.gguf", models["llama"], Kind.Q4_1, kinds)
-    plain_copy = Decoder.load(file, "float32")
+    plain_copy = load_decoder(file, "float32")
     reference = logits(plain_copy)
-    error = (logits(Decoder.load(file)).float() - reference).std() / reference.std()
+    error = (logits(load_decoder(file)).float() - reference).std() / reference.std()
     assert error < 0.05
 
 
@@ -140,7 +139,7 @@ def test_quantising_at_load(
             assert weight.bits == blocks.bits
             expected = blocks.dequantise()
         assert torch.equal(plain(weight, torch.float32), expected), key
-    reference, decoder = logits(Decoder.load(models["llama"])), Decoder.load(path, weights)
+    reference, decoder = logits(load_decoder(models["llama"])), load_decoder(path, weights)
     matrices = [each.packed for each in decoder.linears()]
     found = {each.format for each in matrices if each is not None}
     assert found == ({"rotated"} if weights == "int8" else {"int4", "int8"})
@@ -175,9 +174,9 @@ def test_blocks_are_not_made_larger(models: dict[str, Path], tmp_path: Path) -> 
 def test_a_matrix_without_whole_blocks(models: dict[str, Path], tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", "llama", intermediate_size=84)
     with pytest.raises(UnsupportedModelError, match=r"down_proj.*84 inputs are not a multiple"):
-        Decoder.load(folder, "int4")
+        load_decoder(folder, "int4")
     with pytest.raises(UnsupportedModelError, match=r"down' cannot be in int8: it has 84 inputs"):
-        Decoder.load(folder, "int8")
+        load_decoder(folder, "int8")
     with pytest.raises(UnsupportedModelError, match="'int7', expected one of auto, float32"):
         load_config(models["llama"], "int7")
 
@@ -438,7 +437,7 @@ def test_the_error_says_what_is_wrong(file: Path, old: bytes, new: bytes, messag
     changed = file.with_name("changed.gguf")
     changed.write_bytes(content.replace(old, new, 1))
     with pytest.raises(UnsupportedModelError, match=message) as raised:
-        Decoder.load(changed)
+        load_decoder(changed)
     assert str(changed) in str(raised.value)
 
 

@@ -12,9 +12,9 @@ from gguf import GGUFValueType as Kind
 from tokenizers import Tokenizer
 
 from paceline.client._text import BYTE_OF
+from paceline.convert.gguf_file import GgufArray, GgufFile
+from paceline.convert.gguf_tokenizer import PRE_TOKENIZERS, GgufTokenizer
 from paceline.decoder import UnsupportedModelError
-from paceline.decoder.gguf_file import GgufArray, GgufFile
-from paceline.decoder.gguf_tokenizer import PRE_TOKENIZERS, GgufTokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 # The 256 tokens of a byte-level vocabulary; that of byte b is at another id.

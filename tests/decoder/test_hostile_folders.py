@@ -17,7 +17,7 @@ import pytest
 from decoder_cases import save_model
 from safetensors.torch import load_file, save_file
 
-from paceline.decoder import Decoder, open_model, weights_fingerprint
+from paceline.convert import load_decoder, open_model, weights_fingerprint
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -131,7 +131,7 @@ def read(folder: Path) -> None:
     source = open_model(folder)
     source.config()
     _ = source.tokenizer, source.chat_templates
-    Decoder.load(source)
+    load_decoder(source)
     weights_fingerprint(source)
 
 

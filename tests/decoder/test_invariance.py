@@ -13,17 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.decoder import (
-    Decoder,
-    LocalCache,
-    Packer,
-    check_batch_invariance,
-    check_served,
-    open_model,
-)
+from paceline.convert import Packer, open_model
+from paceline.decoder import Decoder, LocalCache, check_batch_invariance, check_served
 from paceline.decoder.graphs import FIXED_SHAPES
 from paceline.decoder.invariance import ServedForward, served_slots, window_to_pass
-from paceline.decoder.weights import Linear
+from paceline.decoder.linear import Linear
 from paceline.kernels import Executor, Pass, QueryBlock, plan_trees
 from paceline.kernels.program import PassResult
 

@@ -21,7 +21,8 @@ from decoder_cases import (
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from paceline.decoder import Decoder, LocalCache
+from paceline.convert import load_decoder
+from paceline.decoder import LocalCache
 from paceline.kernels import QueryBlock, plan_trees
 
 PARENTS = (-1, 0, 0, 1, 2, 2, 3, 6, 7, 5)
@@ -36,7 +37,7 @@ def assert_agrees(found: Tensor, expected: Tensor, tolerance: float = 1e-4) -> N
 def test_prefill_decode_and_trees_agree_with_transformers(
     models: dict[str, Path], name: str
 ) -> None:
-    decoder = Decoder.load(models[name])
+    decoder = load_decoder(models[name])
     cache = LocalCache(decoder.config)
     tokens, tree = random_tokens(380), random_tokens(len(PARENTS), seed=1)
     expected = expected_logits(models[name], tokens)
@@ -58,25 +59,25 @@ def test_bfloat16_is_as_close_as_transformers_bfloat16(models: dict[str, Path], 
     theirs = transformers.AutoModelForCausalLM.from_pretrained(models[name], dtype=torch.bfloat16)
     with torch.no_grad():
         rounded = theirs.eval()(tokens[None]).logits[0].float()
-    decoder = Decoder.load(models[name], torch.bfloat16)
+    decoder = load_decoder(models[name], torch.bfloat16)
     found = extend(decoder, LocalCache(decoder.config), tokens).float()
     assert (found - exact).abs().mean() <= 1.1 * (rounded - exact).abs().mean()
 
 
 def test_longrope_of_short_contexts_is_that_of_transformers(models: dict[str, Path]) -> None:
     tokens = random_tokens(64)  # the original context
-    decoder = Decoder.load(models["phi3"], max_context=64)
+    decoder = load_decoder(models["phi3"], max_context=64)
     found = extend(decoder, LocalCache(decoder.config), tokens)
     assert_agrees(found, expected_logits(models["phi3"], tokens))
-    longer = Decoder.load(models["phi3"], max_context=65)
-    assert longer.config == Decoder.load(models["phi3"]).config
+    longer = load_decoder(models["phi3"], max_context=65)
+    assert longer.config == load_decoder(models["phi3"]).config
 
 
 def test_sharded_weights_load_like_single_ones(models: dict[str, Path], tmp_path: Path) -> None:
     save_model(tmp_path, "llama", max_shard_size="50KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     tokens = random_tokens(20)
-    whole, sharded = Decoder.load(models["llama"]), Decoder.load(tmp_path)
+    whole, sharded = load_decoder(models["llama"]), load_decoder(tmp_path)
     assert torch.equal(
         extend(whole, LocalCache(whole.config), tokens),
         extend(sharded, LocalCache(sharded.config), tokens),
@@ -98,7 +99,7 @@ def test_the_text_part_of_gemma_3_for_texts_and_images(
     both.model.language_model.load_state_dict(text.model.state_dict())
     both.lm_head.weight = both.model.language_model.embed_tokens.weight
     both.save_pretrained(tmp_path)
-    whole, part = Decoder.load(tmp_path), Decoder.load(models["gemma3"])
+    whole, part = load_decoder(tmp_path), load_decoder(models["gemma3"])
     found, expected = (extend(d, LocalCache(d.config), random_tokens(60)) for d in (whole, part))
     assert torch.equal(found, expected)
 
@@ -117,7 +118,7 @@ def test_the_text_part_of_qwen_3_5_for_texts_and_images(
     both.model.language_model.load_state_dict(text.model.state_dict())
     both.lm_head.load_state_dict(text.lm_head.state_dict())
     both.save_pretrained(tmp_path)
-    whole, part = Decoder.load(tmp_path), Decoder.load(models["qwen3-5"])
+    whole, part = load_decoder(tmp_path), load_decoder(models["qwen3-5"])
     found, expected = (extend(d, LocalCache(d.config), random_tokens(60)) for d in (whole, part))
     assert torch.equal(found, expected)
 
@@ -127,7 +128,7 @@ def test_logits_only_of_requested_rows_and_taps_of_requested_layers(
 ) -> None:
     import transformers
 
-    decoder = Decoder.load(models["llama"])
+    decoder = load_decoder(models["llama"])
     cache = LocalCache(decoder.config)
     tokens = random_tokens(30)
     plan = plan_trees([QueryBlock(0, 0, None, 30)])
@@ -147,7 +148,7 @@ def test_logits_only_of_requested_rows_and_taps_of_requested_layers(
 
 
 def test_positions_beyond_the_first_table_are_made(models: dict[str, Path]) -> None:
-    decoder = Decoder.load(models["llama"])
+    decoder = load_decoder(models["llama"])
     decoder.rope._table = decoder.rope._table[:8]
     tokens = random_tokens(40)
     found = extend(decoder, LocalCache(decoder.config), tokens)
@@ -155,7 +156,7 @@ def test_positions_beyond_the_first_table_are_made(models: dict[str, Path]) -> N
 
 
 def test_tokens_that_do_not_fit_the_plan_are_refused(models: dict[str, Path]) -> None:
-    decoder = Decoder.load(models["llama"])
+    decoder = load_decoder(models["llama"])
     plan = plan_trees([QueryBlock(0, 0, None, 4)])
     with pytest.raises(ValueError, match="plan has 4 rows"):
         decoder.forward(random_tokens(3), plan, [LocalCache(decoder.config)], logit_rows=None)
@@ -171,7 +172,7 @@ def test_mimo_is_qwen2_with_a_type_of_its_own(models: dict[str, Path], tmp_path:
     weights = load_file(folder / "model.safetensors")
     weights["model.mtp_layers.0.input_proj.weight"] = torch.zeros(96, 192)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    decoder, tokens = Decoder.load(folder), random_tokens(50)
+    decoder, tokens = load_decoder(folder), random_tokens(50)
     assert decoder.config.model_type == "mimo"
     found = extend(decoder, LocalCache(decoder.config), tokens)
     assert_agrees(found, expected_logits(models["qwen2"], tokens))

@@ -15,8 +15,9 @@ from gguf_files import write_gguf
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from paceline.decoder import Decoder, LocalCache, ModelSource, UnsupportedModelError, open_model
-from paceline.decoder.weights import plain
+from paceline.convert import ModelSource, load_decoder, open_model
+from paceline.convert.weights import plain
+from paceline.decoder import LocalCache, UnsupportedModelError
 from paceline.drafter.methods.base import Resources
 from paceline.drafter.methods.selfspec import SelfSpecDrafter
 
@@ -64,7 +65,7 @@ def merged(
 
 
 def logits(source: ModelSource, weights: str = "auto") -> Tensor:
-    decoder = Decoder.load(source, weights)
+    decoder = load_decoder(source, weights)
     return extend(decoder, LocalCache(decoder.config), random_tokens(40))
 
 
@@ -154,7 +155,7 @@ def test_adapters_that_are_not_implemented_are_refused(
 ) -> None:
     adapter(tmp_path / "lora", models["llama"], {Q: 4}, **config)
     with pytest.raises(UnsupportedModelError, match=f"adapter {tmp_path}/lora: .*{message}"):
-        Decoder.load(open_model(models["llama"], tmp_path / "lora"))
+        load_decoder(open_model(models["llama"], tmp_path / "lora"))
 
 
 def test_tensors_that_do_not_fit_the_model_are_named(
@@ -165,7 +166,7 @@ def test_tensors_that_do_not_fit_the_model_are_named(
     adapter(tmp_path / "lora", models["llama"], {"model.layers.0.mlp.gate_proj": 4})
     source = open_model(models["phi3"], tmp_path / "lora")
     with pytest.raises(UnsupportedModelError, match=r"it changes 'model\.layers\.0\.mlp\.gate_pr"):
-        Decoder.load(source)
+        load_decoder(source)
     file = tmp_path / "lora/adapter_model.safetensors"
     tensors = load_file(file)
     name = "base_model.model.model.layers.0.mlp.gate_proj.lora_B.weight"
@@ -215,7 +216,7 @@ def test_the_adapter_s_own_head_and_embedding_replace_the_model_s(
     with_tensors(tmp_path / "lora", **{name: torch.cat([head, head[:2]])})
     source = open_model(base, tmp_path / "lora")
     with pytest.raises(UnsupportedModelError, match="if tokens were added, merge it with PEFT"):
-        Decoder.load(source)
+        load_decoder(source)
 
 
 @pytest.mark.parametrize(

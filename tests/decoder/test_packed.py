@@ -13,21 +13,18 @@ import torch
 from decoder_cases import FAMILIES
 from gguf_files import write_gguf
 
+from paceline.convert import convert, load_decoder, open_model, prepare, store
+from paceline.convert.sandbox import run_in_child
+from paceline.convert.weights import plain
 from paceline.decoder import (
     Decoder,
     LocalCache,
-    PackedWeights,
     UnsupportedModelError,
-    convert,
-    open_model,
-    prepare,
     read_converted,
-    store,
 )
-from paceline.decoder.model_source import cache_folder
-from paceline.decoder.packed import PackedWriter, new_memory
-from paceline.decoder.sandbox import run_in_child
-from paceline.decoder.weights import Linear, plain
+from paceline.decoder.linear import Linear
+from paceline.decoder.packed import PackedWeights, PackedWriter, new_memory
+from paceline.decoder.remembered import cache_folder
 from paceline.kernels import Executor, Heads, Pass, QueryBlock, Recorder, plan_trees
 from paceline.kernels.rotated import RotatedMatrix
 
@@ -62,7 +59,7 @@ def test_a_packed_model_has_the_bits_of_one_packed_in_memory(
     models: dict[str, Path], name: str
 ) -> None:
     for weights in ("auto", "bfloat16", "int8"):
-        expected = logits(Decoder.load(models[name], weights))
+        expected = logits(load_decoder(models[name], weights))
         assert logits(prepare(models[name], weights).decoder()).equal(expected), weights
 
 
@@ -137,7 +134,7 @@ def test_entries_of_changed_models_and_killed_processes_leave(
 def test_a_folder_that_cannot_be_written_costs_nothing(
     packed: Path, error: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    expected = logits(Decoder.load(TARGET))
+    expected = logits(load_decoder(TARGET))
     pwrite = os.pwrite
 
     def refuse(file: int, data: bytes, offset: int) -> int:
@@ -155,7 +152,7 @@ def test_a_folder_that_cannot_be_written_costs_nothing(
 
 
 def test_two_processes_make_one_entry(packed: Path) -> None:
-    script = "import sys; from paceline.decoder import prepare; made = []\n"
+    script = "import sys; from paceline.convert import prepare; made = []\n"
     script += "prepare(sys.argv[1], progress=lambda *_: made.append(0)); print(len(made))"
     both = [
         subprocess.Popen([sys.executable, "-c", script, TARGET], stdout=subprocess.PIPE, text=True)
@@ -168,10 +165,10 @@ def test_two_processes_make_one_entry(packed: Path) -> None:
 
 @pytest.mark.parametrize("share", [False, True])
 def test_an_entry_is_removed_while_it_is_used(packed: Path, share: bool) -> None:
-    model, expected = prepare(TARGET), logits(Decoder.load(TARGET))
+    model, expected = prepare(TARGET), logits(load_decoder(TARGET))
     running = model.decoder(share=share)
     assert running.mapped_bytes or not share
-    store.remove_packed(entry_of(packed))
+    shutil.rmtree(entry_of(packed))
     assert not store.packed_models()
     assert logits(running).equal(expected)
     assert logits(model.decoder()).equal(expected), "its file is still open"
@@ -193,7 +190,7 @@ def test_entries_are_listed_with_the_one_used_last_first(packed: Path) -> None:
 def test_a_converted_folder_is_a_model(packed: Path, tmp_path: Path) -> None:
     convert(TARGET, tmp_path / "made", "int8")
     assert not packed.exists()
-    expected = logits(Decoder.load(TARGET, "int8"))
+    expected = logits(load_decoder(TARGET, "int8"))
     for weights in ("auto", "int8"):
         assert logits(read_converted(tmp_path / "made", weights).decoder()).equal(expected)
     with pytest.raises(UnsupportedModelError, match="packed as 'int8', and is asked for as 'int4'"):

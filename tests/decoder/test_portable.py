@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from paceline.convert import load_decoder
 from paceline.decoder import Decoder, LocalCache
 from paceline.kernels import (
     History,
@@ -54,7 +55,7 @@ def generate(decoder: Decoder, sampling: SamplingParams) -> str:
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "int8", "int4", "bfloat16, int8 KV"])
 def test_texts_have_the_recorded_bits(name: str) -> None:
     weights, _, kv = name.partition(", ")
-    decoder = Decoder.load(TARGET, weights, kv_cache_dtype=kv.removesuffix(" KV") or "auto")
+    decoder = load_decoder(TARGET, weights, kv_cache_dtype=kv.removesuffix(" KV") or "auto")
     found = {
         "greedy": generate(decoder, SamplingParams(temperature=0.0)),
         "sampled": generate(decoder, SamplingParams(temperature=0.8, top_p=0.9, seed=7)),

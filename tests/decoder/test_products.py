@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 import paceline.kernels
-from paceline.decoder import Decoder, products
-from paceline.decoder.experts import Experts
+from paceline.convert import load_decoder
+from paceline.decoder import products
+from paceline.decoder.linear import Experts, Linear
 from paceline.decoder.products import (
     FIXED_ROWS,
     SLICES,
@@ -26,7 +27,6 @@ from paceline.decoder.products import (
     fix_products,
     use_library_without_splits,
 )
-from paceline.decoder.weights import Linear
 from paceline.kernels import linear as linear_module
 from paceline.kernels.linear import multiply_floats
 
@@ -160,7 +160,7 @@ def test_a_mixture_has_rules_for_its_layers_and_its_experts_in_the_digest(
         return FixedProducts({}, "", "")
 
     monkeypatch.setattr("paceline.decoder.model.fix_products", record)
-    decoder = Decoder.load(models["qwen3-moe"])
+    decoder = load_decoder(models["qwen3-moe"])
     decoder.fix_products()
     dense, routed = given
     assert len(dense) == 3 * decoder.config.layers + 1, "and the head"

@@ -13,8 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from paceline.convert import load_decoder
 from paceline.decoder import Decoder, LocalCache, UnsupportedModelError
-from paceline.decoder.weights import Linear
+from paceline.decoder.linear import Linear
 from paceline.kernels import (
     Context,
     Executor,
@@ -213,7 +214,7 @@ def test_a_model_without_whole_vectors_is_refused(
 ) -> None:
     monkeypatch.setattr("paceline.kernels.executor.LANES", 1 << 10)
     with pytest.raises(UnsupportedModelError, match=r"llama.*expected multiples of 1024 on a CPU"):
-        Decoder.load(models["llama"], torch.float32)
+        load_decoder(models["llama"], torch.float32)
 
 
 HEADS = Heads(q_heads=6, kv_heads=2, dim=16)
@@ -221,8 +222,6 @@ WIDTH, LAYERS, SLOTS = 48, 2, 700
 
 
 class Cache:
-    """Random KV of one sequence."""
-
     def __init__(self, seed: int, dtype: torch.dtype) -> None:
         draws = torch.Generator().manual_seed(seed)
         shape = (LAYERS, 2, HEADS.kv_heads, SLOTS, HEADS.dim)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.decoder.model_source import remembered, remembered_by_transformers
+from paceline.convert.model_source import remembered_by_transformers
+from paceline.decoder.remembered import remembered
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,8 @@ import torch
 from decoder_cases import ask_tree, extend, path_to, random_tokens, save_model
 from torch import Tensor
 
-from paceline.decoder import Decoder, LocalCache, Packer, UnsupportedModelError, open_model
+from paceline.convert import Packer, load_decoder, open_model
+from paceline.decoder import Decoder, LocalCache, UnsupportedModelError
 from paceline.kernels.rotated import (
     DOWN_SIZE,
     LARGEST,
@@ -125,15 +126,13 @@ def test_scales_are_multiplied_one_after_the_other() -> None:
 def test_a_device_that_multiplies_no_integers_is_told(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With what to do instead."""
-
     def refuse(*_: Tensor) -> Tensor:
         raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
 
     monkeypatch.setattr(torch, "_int_mm", refuse)
     refusal = "weights are 'int8', and cpu refuses .*: CUBLAS_STATUS_NOT_SUPPORTED; use bfloat16"
     with pytest.raises(UnsupportedModelError, match=refusal):
-        Decoder.load(models["llama"], "int8")
+        load_decoder(models["llama"], "int8")
 
 
 def test_sums_fit_32_bits() -> None:
@@ -146,9 +145,9 @@ def test_sums_fit_32_bits() -> None:
 @pytest.fixture
 def rotated(monkeypatch: pytest.MonkeyPatch) -> None:
     """int8 on the CPU means what it means on a GPU."""
-    for module in ("model", "pack", "weights", "model_source"):
+    for module in ("decoder.model", "convert.pack", "convert.weights", "convert.model_source"):
         monkeypatch.setattr(
-            f"paceline.decoder.{module}.is_rotated", lambda weights, device: weights == "int8"
+            f"paceline.{module}.is_rotated", lambda weights, device: weights == "int8"
         )
 
 
@@ -159,7 +158,7 @@ def test_a_decoder_is_close_to_its_own_type(models: dict[str, Path], name: str) 
     with torch.inference_mode():
         config = source.config("int8")
         decoder = Decoder(config, Packer(config, source.weights(config), "cpu"), "cpu")
-    exact = Decoder.load(models[name])
+    exact = load_decoder(models[name])
     assert config.dtype == exact.config.dtype
     tokens, tree = random_tokens(90), random_tokens(len(PARENTS), seed=1)
     results = []
@@ -189,7 +188,7 @@ def test_a_linear_layer_gives_a_row_alone_the_bits_of_a_batch(models: dict[str, 
 @pytest.mark.usefixtures("rotated")
 def test_what_it_cannot_run_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="routed experts have no products in 8 bits"):
-        Decoder.load(models["qwen3-moe"], "int8")
+        load_decoder(models["qwen3-moe"], "int8")
     source = open_model(save_model(tmp_path, "llama", intermediate_size=164))
     config = source.config("int8")
     with pytest.raises(UnsupportedModelError, match=r"'layers.0.down'.* 164 inputs"):

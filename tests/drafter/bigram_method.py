@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from paceline.decoder import ModelSource, UnsupportedModelError
-from paceline.decoder.weights import Checkpoint
+from paceline.convert import ModelSource
+from paceline.convert.weights import Checkpoint
+from paceline.decoder import UnsupportedModelError
 from paceline.drafter.growth.host import HostGrowth
 from paceline.drafter.growth.sequence import GrownSequence, TreeGrowth
 from paceline.drafter.growth.text import GrownText, TextPasses, TreeSettings

@@ -40,7 +40,7 @@ class BigramRecipe(Recipe[BigramPreset]):
         import torch
         from bigram_method import write_bigram
 
-        from paceline.decoder import weights_fingerprint
+        from paceline.convert import weights_fingerprint
         from paceline.train.corpus import encode_all, load_tokenizer
         from paceline.train.run import begin_run, cleared
 

@@ -24,9 +24,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from paceline.decoder import Decoder, LocalCache, load_config
+from paceline.convert import load_config, load_decoder
+from paceline.convert.weights import Checkpoint
+from paceline.decoder import Decoder, LocalCache
 from paceline.decoder.sampling import sampling_params
-from paceline.decoder.weights import Checkpoint
 from paceline.drafter.growth.text import chain_blocks
 from paceline.drafter.kv import KvGone
 from paceline.drafter.kv.reader import StreamingReader
@@ -302,7 +303,7 @@ def target_kv(target: Path, config: LongSpecConfig, text: Sequence[int]) -> Fake
 
     Behind it lie numbers that must not be read.
     """
-    _, cache = forward(Decoder.load(target), text, 50)
+    _, cache = forward(load_decoder(target), text, 50)
     keys, values = (each.clone() for each in cache.layer(config.target_layer))
     kv = FakeKv(keys, values, len(text) - 1)
     kv.spoil(len(text) - 1)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from paceline.bench.reference import ReferenceKernels
+from paceline.convert import load_decoder
 from paceline.decoder import Decoder
 from paceline.decoder.sampling import sampling_params
 from paceline.drafter.growth import beam
@@ -102,7 +103,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def target(folders: dict[str, Path]) -> Decoder:
-    return Decoder.load(folders["lm"])
+    return load_decoder(folders["lm"])
 
 
 @pytest.fixture(autouse=True)

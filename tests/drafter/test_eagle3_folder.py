@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline.convert.weights import Checkpoint
 from paceline.decoder import UnsupportedModelError
-from paceline.decoder.weights import Checkpoint
 from paceline.drafter.methods.base import Budget, LoadError
 from paceline.drafter.methods.checkpoint import TargetRef, load_weights
 from paceline.drafter.methods.eagle3 import Eagle3Model, read_eagle3, save_eagle3

@@ -9,6 +9,8 @@ import pytest
 import torch
 import transformers
 
+from paceline.convert import load_decoder
+
 sys.path.insert(0, str(Path(__file__).parent.parent / "decoder"))
 
 from decoder_cases import FAMILIES, ask_tree, extend, save_model
@@ -38,11 +40,11 @@ def test_a_family_with_drafters_and_formats(name: str, tmp_path: Path) -> None:
         settings = {"max_new_tokens": TOKENS, "do_sample": False}
         expected = model.generate(prompt[None], **settings)[0].tolist()
         logits = model(torch.tensor([expected])).logits[0]
-    decoder = Decoder.load(folder)
+    decoder = load_decoder(folder)
     accepted = {method: accepted_tokens(decoder, folder, method, expected) for method in DRAFTERS}
     assert accepted["selfspec"] > 0
     for weights, max_error in MAX_ERRORS.items():
-        loaded = Decoder.load(folder, weights)
+        loaded = load_decoder(folder, weights)
         found = extend(loaded, LocalCache(loaded.config), torch.tensor(expected)).float()
         errors = (found - logits).std(-1) / logits.std(-1)
         assert errors.median() < max_error, weights

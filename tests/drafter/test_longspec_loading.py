@@ -14,7 +14,8 @@ from gguf_files import write_gguf
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, Qwen3Config
 
-from paceline.decoder import UnsupportedModelError, load_config, weights_fingerprint
+from paceline.convert import load_config, weights_fingerprint
+from paceline.decoder import UnsupportedModelError
 from paceline.drafter.methods.base import Budget, LoadError, Resources
 from paceline.drafter.methods.checkpoint import TargetEmbedding
 from paceline.drafter.methods.longspec import (

@@ -13,6 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from paceline.convert import load_decoder
+
 sys.path.insert(0, str(Path(__file__).parent.parent / "decoder"))
 
 from decoder_cases import ask_tree, extend, save_model
@@ -64,7 +66,7 @@ def test_a_text_with_the_target_s_heads_is_that_without(
 ) -> None:
     """The target loads without its heads, and they read its states."""
     folder, prompt, count = targets[name], text_of(30), 20
-    decoder, cache = Decoder.load(folder), LocalCache(Decoder.load(folder).config)
+    decoder, cache = load_decoder(folder), LocalCache(load_decoder(folder).config)
     text = list(prompt)
     logits = extend(decoder, cache, torch.tensor(text))
     while len(text) < len(prompt) + count:

@@ -12,8 +12,8 @@ import torch
 
 from paceline.cli import shipped
 from paceline.cli.main import main
-from paceline.decoder import weights_fingerprint
-from paceline.decoder.weights import Checkpoint
+from paceline.convert import weights_fingerprint
+from paceline.convert.weights import Checkpoint
 from paceline.drafter.methods import method_class, method_names
 from paceline.drafter.methods.base import Budget, GenerationInfo, LoadError, Resources, Update
 from paceline.train.corpus import train_tokenizer

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.decoder import weights_fingerprint
+from paceline.convert import weights_fingerprint
 from paceline.drafter.growth.sequence import GrownSequence
 from paceline.drafter.methods.base import Budget, GenerationInfo, Update
 from paceline.drafter.methods.selfspec import (

@@ -16,7 +16,7 @@ from typing import Any
 
 from mutations import mutated
 
-from paceline.decoder import Decoder, open_model
+from paceline.convert import load_decoder, open_model
 
 SECONDS = 40
 MEMORY = 1 << 30
@@ -184,7 +184,7 @@ def read_all(folder: Path) -> str:
         source = open_model(folder)
         source.config()
         _ = source.tokenizer, source.chat_templates, source.special_tokens, source.architectures
-        Decoder.load(folder)
+        load_decoder(folder)
         source.fingerprint()
     except (ValueError, OSError) as error:
         return str(error) or type(error).__name__

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from reference import reference_attention
 from torch import Tensor
 
-from paceline.decoder.weights import Linear
+from paceline.decoder.linear import Linear
 from paceline.kernels import (
     MAX_TREE_NODES,
     AttentionCall,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.decoder import Decoder
+from paceline.convert import load_decoder
 from paceline.drafter import Budget, Update
 from paceline.harness import local_services
 from paceline.kernels import SamplingParams
@@ -64,7 +64,7 @@ class Hostile:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_one_round_is_exact_whatever_is_drafted(temperature: float) -> None:
-    example, target = runpy.run_path(str(EXAMPLES / "one_round.py")), Decoder.load(TARGET)
+    example, target = runpy.run_path(str(EXAMPLES / "one_round.py")), load_decoder(TARGET)
     params, prompt = SamplingParams(temperature=temperature, seed=3), [5, 6, 7, 8, 9]
     plain, passes = example["generate"](target, prompt, 40, params, None)
     assert passes == len(plain) == 40

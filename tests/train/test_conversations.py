@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from paceline.decoder import Decoder
+from paceline.convert import load_decoder
 from paceline.drafter import Resources
 from paceline.drafter.methods import method_class
 from paceline.drafter.methods.dspark import read_dspark
@@ -67,7 +67,7 @@ def instruct(target: Path) -> Path:
 def test_answers_are_the_target_s_and_a_stopped_file_goes_on(
     instruct: Path, tmp_path: Path
 ) -> None:
-    decoder, tokenizer = Decoder.load(instruct), load_tokenizer(instruct)
+    decoder, tokenizer = load_decoder(instruct), load_tokenizer(instruct)
     path = tmp_path / "own.jsonl"
     whole = write_conversations(decoder, tokenizer, _DOCUMENTS, 24, path)
     assert whole == read_conversations(path)
@@ -86,7 +86,7 @@ def test_answers_are_the_target_s_and_a_stopped_file_goes_on(
 def test_writing_ends_with_its_time_and_keeps_what_is_finished(
     instruct: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    decoder, tokenizer = Decoder.load(instruct), load_tokenizer(instruct)
+    decoder, tokenizer = load_decoder(instruct), load_tokenizer(instruct)
     given = (decoder, tokenizer, _DOCUMENTS, 24)
     found = write_conversations(*given, tmp_path / "late.jsonl", until=time.monotonic() - 1)
     assert 0 < len(found) < 24
@@ -120,10 +120,10 @@ def test_prompts_are_those_of_the_chat_template(instruct: Path) -> None:
 def test_what_cannot_be_written_or_read_is_refused(target: Path, tmp_path: Path) -> None:
     tokenizer: PreTrainedTokenizerFast = load_tokenizer(target)
     with pytest.raises(ValueError, match="needs an instruct model"):
-        write_conversations(Decoder.load(target), tokenizer, _DOCUMENTS, 1, tmp_path / "a")
+        write_conversations(load_decoder(target), tokenizer, _DOCUMENTS, 1, tmp_path / "a")
     with pytest.raises(ValueError, match="no kinds of conversations"):
         write_conversations(
-            Decoder.load(target), tokenizer, _DOCUMENTS, 1, tmp_path / "a", 0, ["x"]
+            load_decoder(target), tokenizer, _DOCUMENTS, 1, tmp_path / "a", 0, ["x"]
         )
     (tmp_path / "b").write_text('{"kind": "chat"}\n')
     with pytest.raises(ValueError, match=r"line 1 of .* is no conversation"):
@@ -131,7 +131,7 @@ def test_what_cannot_be_written_or_read_is_refused(target: Path, tmp_path: Path)
 
 
 def test_signals_are_the_target_s_and_are_computed_once(target: Path, tmp_path: Path) -> None:
-    decoder = Decoder.load(target)
+    decoder = load_decoder(target)
     texts = [list(range(30)), list(range(40, 100)), [5]]
     signals = signals_of(decoder, target, texts, tmp_path, kv_layer=1, taps=[0, 1])
     assert signals.starts == [0, 30, 90, 91]
@@ -154,7 +154,7 @@ def test_signals_are_the_target_s_and_are_computed_once(target: Path, tmp_path: 
 
 
 def test_signals_end_with_the_text_at_the_end_of_the_time(target: Path, tmp_path: Path) -> None:
-    decoder = Decoder.load(target)
+    decoder = load_decoder(target)
     texts = [list(range(30)), list(range(40, 100)), [5]]
     past = time.monotonic() - 1
     whole = signals_of(decoder, target, texts, tmp_path / "whole")
@@ -168,7 +168,7 @@ def test_signals_end_with_the_text_at_the_end_of_the_time(target: Path, tmp_path
 
 
 def test_signals_of_other_kinds_are_added_to_a_folder(target: Path, tmp_path: Path) -> None:
-    decoder, texts = Decoder.load(target), [list(range(30))]
+    decoder, texts = load_decoder(target), [list(range(30))]
     signals_of(decoder, target, texts, tmp_path, kv_layer=1)
     taps = signals_of(decoder, target, texts, tmp_path, taps=[0]).taps
     assert taps.any(1).all()
@@ -254,7 +254,7 @@ def test_a_run_on_conversations_keeps_to_its_minutes_and_goes_on_with_its_texts(
     trainer, out = MtpTrainer(instruct, preset), tmp_path / "out"
     with pytest.raises(ValueError, match=r"1 conversations .* give more --minutes"):
         trainer.train(corpus, make_run("none", 9, minutes=1e-9, card=False), out)
-    decoder, tokenizer = Decoder.load(instruct), load_tokenizer(instruct)
+    decoder, tokenizer = load_decoder(instruct), load_tokenizer(instruct)
     own = tmp_path / "own.jsonl"
     write_conversations(decoder, tokenizer, _DOCUMENTS, 8, own)
     run = make_run("work", 9, minutes=1e-9, card=False, every=0)
@@ -269,7 +269,7 @@ def test_dspark_from_given_conversations(
     instruct: Path, corpus: Corpus, make_run: Callable[..., Run], tmp_path: Path
 ) -> None:
     """Resumed with the texts that it began with, although their file has grown since."""
-    decoder, tokenizer = Decoder.load(instruct), load_tokenizer(instruct)
+    decoder, tokenizer = load_decoder(instruct), load_tokenizer(instruct)
     own = tmp_path / "own.jsonl"
     given = write_conversations(decoder, tokenizer, _DOCUMENTS, 40, own)
     preset = DSparkPreset(
@@ -320,7 +320,7 @@ def test_signals_that_the_disk_has_no_room_for_are_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Before a file is made; those that a folder has need no room again."""
-    decoder, texts, work = Decoder.load(target), [list(range(30))], tmp_path / "work"
+    decoder, texts, work = load_decoder(target), [list(range(30))], tmp_path / "work"
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     with pytest.raises(OSError, match=r"has 0\.0 GB free.*--signals"):
         signals_of(decoder, target, texts, work)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.decoder import Decoder, load_config, open_model
+from paceline.convert import load_config, load_decoder, open_model
 from paceline.drafter.methods.dspark import DSparkConfig, DSparkModel
 from paceline.kernels.sampling import SamplingParams
 from paceline.train.batches import PADDING, Answers
@@ -192,7 +192,7 @@ def test_the_confidence_trains_the_backbone_but_not_its_label() -> None:
 
 def test_the_target_reads_as_a_verifier_would(target: Path) -> None:
     """Rows by themselves, longer than a chunk; the head makes the logits of hidden states."""
-    reader = TappedTarget(Decoder.load(target), open_model(target), [0, 1])
+    reader = TappedTarget(load_decoder(target), open_model(target), [0, 1])
     tokens = torch.randint(1, 300, (2, 300))
     taps, states = reader.read(tokens)
     assert taps.shape == (600, 2 * load_config(target).hidden)

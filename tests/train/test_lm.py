@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.decoder import Decoder
+from paceline.convert import load_decoder
 from paceline.kernels import SamplingParams
 from paceline.train.corpus import Corpus
 from paceline.train.lm import Teacher, teacher_of, train_lm
@@ -43,7 +43,7 @@ def test_a_long_document_is_run_in_windows_with_context(preset: Preset, tmp_path
 
 def test_own_texts_are_what_the_target_emits(target: Path, tmp_path: Path) -> None:
     """Each text is the same as when it is written alone."""
-    decoder = Decoder.load(target)
+    decoder = load_decoder(target)
     document, path = list(range(1, 201)), tmp_path / "own.safetensors"
     texts = own_texts(decoder, [document], 3, 0, path)
     for number, text in enumerate(texts):

@@ -18,8 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.decoder import open_model
-from paceline.decoder.weights import Checkpoint
+from paceline.convert import open_model
+from paceline.convert.weights import Checkpoint
 from paceline.drafter import Resources
 from paceline.drafter.methods import method_class
 from paceline.train import cli

@@ -76,7 +76,7 @@ def test_a_target_that_does_not_fit_is_refused_before_it_is_loaded(
     def load(*args: object) -> None:
         raise AssertionError("the target is loaded")
 
-    monkeypatch.setattr(Decoder, "load", load)
+    monkeypatch.setattr(Decoder, "__init__", load)
     monkeypatch.setattr(cli, "_corpus", load)
     if lacks == "tokenizer":
         for file in target.glob("tokenizer*"):

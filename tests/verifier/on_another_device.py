@@ -20,6 +20,7 @@ from torch import Tensor
 from verifier_support import VOCAB, make_model, serving, text
 
 from paceline.bench.reference import ReferenceKernels
+from paceline.convert import load_decoder
 from paceline.decoder import Decoder
 from paceline.decoder import device as device_module
 from paceline.kernels import Proposal, SamplingParams, devices
@@ -176,11 +177,11 @@ def test_a_step_waits_once_for_any_number_of_sequences(
     monkeypatch.setattr(sampling_module, "perturbed_logits", perturbed_on_device)
     monkeypatch.setattr(device_module, "ACCELERATORS", ("other",))
     with torch.inference_mode():
-        decoder = Decoder.load(folder)
+        decoder = load_decoder(folder)
         expected, states = stepped(decoder, pool_of(decoder), 5, [], 3, waits, fields)
     found = []
     with another_device(), torch.inference_mode():
-        decoder = Decoder.load(folder, device=DEVICE)
+        decoder = load_decoder(folder, device=DEVICE)
         for count in (1, 5):
             pool = pool_of(decoder)
             plain, kept = stepped(decoder, pool, count, [], 3, waits, fields)
@@ -213,7 +214,7 @@ def test_clients_are_answered_while_the_device_computes(
     monkeypatch.setattr(Engine, "_notify", lambda engine: order.append("answers"))
     monkeypatch.setattr(device_module, "ACCELERATORS", ("other",))
     with another_device(), torch.inference_mode():
-        decoder = Decoder.load(folder, device=DEVICE)
+        decoder = load_decoder(folder, device=DEVICE)
         stepped(decoder, pool_of(decoder), 2, [], 3, order, KINDS["greedy"])
     assert order == ["answers", "wait"] * 3
 
@@ -235,12 +236,12 @@ def test_rejection_sampling_waits_once(folder: Path, monkeypatch: pytest.MonkeyP
     tokens = tuple(each.draw(3, 4 + depth) for depth, each in enumerate(proposals))
     chain = TokenTree(tokens, (-1, 0, 1, 2), proposals=tuple(proposals))
     with torch.inference_mode():
-        decoder = Decoder.load(folder)
+        decoder = load_decoder(folder)
         expected, _ = stepped(decoder, pool_of(decoder), 5, [chain] * 5, 1, waits, fields)
     assert len({len(text) for text in expected}) > 1, "not all chains are rejected at once"
     found = []
     with another_device(), torch.inference_mode():
-        decoder = Decoder.load(folder, device=DEVICE)
+        decoder = load_decoder(folder, device=DEVICE)
         for count in (1, 5):
             texts, _ = stepped(decoder, pool_of(decoder), count, [chain] * count, 1, waits, fields)
             assert texts == expected[:count]
@@ -262,12 +263,12 @@ def test_scores_stay_on_the_device(
     monkeypatch.setattr(device_module, "ACCELERATORS", ("other",))
     fields: dict[str, Any] = {"sampling": SamplingParams(temperature=0.0)}
     with torch.inference_mode():
-        decoder = Decoder.load(folder)
+        decoder = load_decoder(folder)
         there = []
         stepped(decoder, pool_of(decoder), 2, [], 38, waits, fields, policy, there)
         expected = [[each.tolist() for each in chosen.choose(40, 25)] for chosen in there]
     with another_device(), torch.inference_mode():
-        decoder = Decoder.load(folder, device=DEVICE)
+        decoder = load_decoder(folder, device=DEVICE)
         stepped(decoder, pool_of(decoder), 2, [], 38, waits, fields)
         plain = TRANSFERS["host"], TRANSFERS["waits"], len(waits)
         there.clear()

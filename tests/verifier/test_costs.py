@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.decoder import Decoder
+from paceline.convert import load_decoder
 from paceline.decoder.graphs import SHAPES
 from paceline.verifier.scheduler import costs
 from paceline.verifier.scheduler import scheduler as scheduling
@@ -48,7 +48,7 @@ def test_costs_rise_with_the_table_and_are_its_own_at_its_points(
 def test_tables_are_kept_and_measured_once(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decoder = Decoder.load(model)  # before, so that no kernels are compiled there
+    decoder = load_decoder(model)  # before, so that no kernels are compiled there
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def loaded(measure: Any = lambda *_: SOME, *, again: bool = False) -> CostTable:
@@ -69,7 +69,7 @@ def test_a_table_measured_on_a_busy_machine_is_measured_again(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    decoder, measured = Decoder.load(model), 0
+    decoder, measured = load_decoder(model), 0
 
     def count(*_: object) -> CostTable:
         nonlocal measured
@@ -91,7 +91,7 @@ def test_a_table_that_cannot_be_kept_serves_once(
 ) -> None:
     (tmp_path / "paceline").write_text("in the way")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    decoder = Decoder.load(model)
+    decoder = load_decoder(model)
     scheduler = scheduling.load_scheduler(decoder, 2048, 64, measure=lambda *_: SOME)
     assert scheduler.costs.profiled == SOME
     scheduling.save_scheduler(scheduler, decoder)
@@ -101,7 +101,7 @@ def test_of_several_that_start_at_a_time_one_measures(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    decoder, measured = Decoder.load(model), []
+    decoder, measured = load_decoder(model), []
     began = Barrier(3)
 
     def one(*_: object) -> CostTable:

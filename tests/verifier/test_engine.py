@@ -17,7 +17,8 @@ from gguf_files import write_gguf
 from tokenizers import Tokenizer, models
 from verifier_support import CONTEXT, VOCAB, Client, serving, tokens_of
 
-from paceline.decoder import BatchInvariance, weights_fingerprint
+from paceline.convert import weights_fingerprint
+from paceline.decoder import BatchInvariance
 from paceline.v1 import verifier_pb2
 from paceline.verifier import build_service
 from paceline.verifier.engine import acceptance

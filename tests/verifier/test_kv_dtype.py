@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from verifier_support import serving, text
 
-from paceline.decoder import Decoder
+from paceline.convert import load_decoder
 from paceline.kv.segment import HEADER_BYTES
 from paceline.v1 import verifier_pb2
 from paceline.verifier import build_service
@@ -41,8 +41,8 @@ async def test_8_bits_take_half_and_move_with_forks(
 
 def test_what_is_not_supported_is_refused(models: dict[str, Path]) -> None:
     with pytest.raises(ValueError, match="kv_cache_dtype is 'int7', expected one of auto, float32"):
-        Decoder.load(models["bf16"], kv_cache_dtype="int7")
+        load_decoder(models["bf16"], kv_cache_dtype="int7")
     with pytest.raises(ValueError, match="supported on the CPU; with device 'cuda:0' use auto"):
-        Decoder.load(models["bf16"], device="cuda:0", kv_cache_dtype="int8")
+        load_decoder(models["bf16"], device="cuda:0", kv_cache_dtype="int8")
     with pytest.raises(ValueError, match="'int8', expected auto: KV in pages"):
         build_service(models["bf16"], paged_kv=True, kv_cache_dtype="int8")

@@ -13,14 +13,8 @@ import pytest
 import torch
 from verifier_support import serving
 
-from paceline.decoder import (
-    BatchInvariance,
-    Decoder,
-    ForwardResult,
-    GraphRunner,
-    open_model,
-    prepare,
-)
+from paceline.convert import open_model, prepare
+from paceline.decoder import BatchInvariance, Decoder, ForwardResult, GraphRunner
 from paceline.decoder.graphs import FIXED_SHAPES
 from paceline.decoder.invariance import ServedForward, served_slots
 from paceline.decoder.model import numerics_for

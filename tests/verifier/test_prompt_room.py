@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from verifier_support import make_model, text
 
+from paceline.convert import load_decoder
 from paceline.decoder import Decoder
 from paceline.decoder.graphs import SHAPES
 from paceline.text import Text
@@ -47,7 +48,7 @@ class NoGraphs:
 
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    return Decoder.load(make_model(tmp_path_factory.mktemp("model") / "llama", "Llama"))
+    return load_decoder(make_model(tmp_path_factory.mktemp("model") / "llama", "Llama"))
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from verifier_support import CONTEXT, VOCAB, serving, text
 
+from paceline.convert import load_decoder
 from paceline.decoder import Decoder, LocalCache, UnsupportedModelError
 from paceline.kernels import QueryBlock, plan_trees
 from paceline.v1 import sampling_pb2
@@ -149,11 +150,11 @@ def test_tensors_of_attention_in_a_layer_of_the_delta_rule_are_refused(
     stray = "model.layers.0.self_attn.q_proj.weight"
     save_file(weights | {stray: torch.zeros(2, 2)}, tmp_path / "model.safetensors")
     with pytest.raises(UnsupportedModelError, match=f"tensor '{stray}' is not part of"):
-        Decoder.load(tmp_path)
+        load_decoder(tmp_path)
     del weights["model.layers.2.linear_attn.dt_bias"]
     save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(UnsupportedModelError, match=r"lacks tensor 'model.layers.2.*dt_bias"):
-        Decoder.load(tmp_path)
+        load_decoder(tmp_path)
 
 
 async def test_pages_are_refused(hybrid: Path, tmp_path: Path) -> None:
@@ -164,7 +165,7 @@ async def test_pages_are_refused(hybrid: Path, tmp_path: Path) -> None:
 
 def test_a_pass_that_is_not_committed_changes_nothing(hybrid: Path) -> None:
     """A tree and a prompt run, as if the step failed behind them; then the text goes on."""
-    decoder, prompt = Decoder.load(hybrid), torch.tensor(text(1, 40))
+    decoder, prompt = load_decoder(hybrid), torch.tensor(text(1, 40))
     alone, cache = LocalCache(decoder.config), LocalCache(decoder.config)
     expected = append(decoder, alone, prompt)
     append(decoder, cache, prompt[:20])
@@ -180,7 +181,7 @@ def test_a_pass_that_is_not_committed_changes_nothing(hybrid: Path) -> None:
 
 def test_slices_and_threads_do_not_change_bits(hybrid: Path) -> None:
     """A prompt longer than a slice beside a tree behind another text, on several threads."""
-    decoder, prompt = Decoder.load(hybrid), torch.tensor(text(2, 700))
+    decoder, prompt = load_decoder(hybrid), torch.tensor(text(2, 700))
     parents = (-1, 0, 0, 1, 2, 2, 3)
     alone = LocalCache(decoder.config)
     expected = torch.cat([append(decoder, alone, prompt[at : at + 70]) for at in range(0, 700, 70)])
@@ -220,7 +221,7 @@ def append(decoder: Decoder, cache: LocalCache, tokens: torch.Tensor) -> torch.T
 
 
 def test_states_that_are_not_kept_are_named(hybrid: Path) -> None:
-    decoder = Decoder.load(hybrid)
+    decoder = load_decoder(hybrid)
     cache = LocalCache(decoder.config)
     for _ in range(3):
         append(decoder, cache, torch.arange(9))

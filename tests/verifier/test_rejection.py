@@ -13,7 +13,8 @@ import torch
 from chi_square import FALSE_ALARM, p_value
 from verifier_support import VOCAB, Client
 
-from paceline.decoder import Decoder, LocalCache
+from paceline.convert import load_decoder
+from paceline.decoder import LocalCache
 from paceline.kernels import (
     History,
     Proposal,
@@ -72,7 +73,7 @@ async def generate(client: Client, seed: int, tokens: int, **fields: Any) -> tup
 
 def chances(model: Path, tokens: int, top_k: int) -> dict[tuple[int, ...], float]:
     """Of all outcomes, by the target alone."""
-    decoder = Decoder.load(model)
+    decoder = load_decoder(model)
     params = SamplingParams(top_k=top_k)
 
     def following(text: list[int]) -> dict[int, float]:

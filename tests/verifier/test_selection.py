@@ -15,7 +15,7 @@ from kv_support import caught_up, following, rounds
 from torch import Tensor
 from verifier_support import serving
 
-from paceline.decoder import Decoder
+from paceline.convert import load_decoder
 from paceline.drafter.kv import KvOptions
 from paceline.drafter.kv.remote import SparseView
 from paceline.kernels import SELECTION_CHUNK, PageBounds, QueryBlock, plan_trees
@@ -60,7 +60,7 @@ def test_scores_are_right_and_observers_change_nothing(
 ) -> None:
     """A batch of two trees and a plain step, two rounds: the same logits and KV, right scores."""
     kv = "int8" if family == "int8 KV" else "auto"
-    decoder = Decoder.load(models[family], kv_cache_dtype=kv)
+    decoder = load_decoder(models[family], kv_cache_dtype=kv)
     config = decoder.config
     layout = KvLayout(config.layers, config.kv_heads, config.head_dim, config.kv_dtype)
     memory = SegmentMemory(layout, 1 << 30)

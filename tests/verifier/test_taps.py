@@ -11,7 +11,8 @@ import torch
 from kv_support import mapping_states
 from verifier_support import LAYOUT, Client
 
-from paceline.decoder import Decoder, LocalCache
+from paceline.convert import load_decoder
+from paceline.decoder import LocalCache
 from paceline.drafter.kv import KvNotShared
 from paceline.kernels import QueryBlock, plan_trees
 from paceline.verifier.kv.base import TapLayout, Taps
@@ -25,7 +26,7 @@ def outputs(
     folder: Path, tokens: list[int], layers: tuple[int, ...], kv: str = "auto"
 ) -> torch.Tensor:
     """Outputs of layers for a text, one token at a time, side by side."""
-    decoder = Decoder.load(folder, kv_cache_dtype=kv, numerics="auto")  # as it is served
+    decoder = load_decoder(folder, kv_cache_dtype=kv, numerics="auto")  # as it is served
     cache = LocalCache(decoder.config)
     cache.reserve(len(tokens))
     rows = []

@@ -21,7 +21,8 @@ from rich.table import Table
 from paceline.bench.models import Models
 from paceline.bench.prompts import FREE, PROMPTS, read
 from paceline.bench.record import Results, make_console
-from paceline.decoder import Decoder, ModelSource, open_model
+from paceline.convert import ModelSource, load_decoder, open_model
+from paceline.decoder import Decoder
 from paceline.drafter import Drafter, DrafterSpec, Resources
 from paceline.drafter.methods import method_class
 from paceline.train.acceptance import TargetRecording, record, rounds
@@ -64,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     files = args.prompts or [PROMPTS / f"{name}.jsonl" for name in FREE]
     prompts = read(files, source, args.tokens)
     [weights] = args.weights
-    target = Decoder.load(source, weights)
+    target = load_decoder(source, weights)
     drafters = dict(load_drafters(args.drafter, models.target))
     layers = {n for each in drafters.values() for n in each.needs.hidden_state_layers}
     results = Results("acceptance", args.output, models.target, tokens=args.tokens)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from paceline.cli.command import CommandError
-from paceline.decoder import open_model
+from paceline.convert import open_model
 from paceline.kernels.quantised import QuantisedMatrix
 
 _MATRIX = "model.layers.0.mlp.down_proj.weight"
@@ -17,8 +17,6 @@ _MATRIX = "model.layers.0.mlp.down_proj.weight"
 
 @dataclass(frozen=True)
 class Models:
-    """Model folders."""
-
     folder: Path  # may hold a target and prompts
     target: Path  # Hugging Face folder or GGUF file
 

@@ -34,7 +34,8 @@ from paceline.bench.prompts import FREE, PROMPTS, needle_prompts, read
 from paceline.bench.record import Results, make_console
 from paceline.bench.reference import ReferenceKernels
 from paceline.bench.table.engines import NONE, AnswerRequest, PacelineServices
-from paceline.decoder import Decoder, DecoderConfig, open_model
+from paceline.convert import load_decoder, open_model
+from paceline.decoder import Decoder, DecoderConfig
 from paceline.drafter import Drafter
 from paceline.kernels import (
     MAX_TREE_NODES,
@@ -226,7 +227,7 @@ class Bench:
 
     @cached_property
     def target(self) -> Decoder:
-        return Decoder.load(self.source, self.weights)
+        return load_decoder(self.source, self.weights)
 
     def given(self, default: Mapping[str, str]) -> dict[str, str]:
         """Specifications by name: those of `--drafter`, else these."""

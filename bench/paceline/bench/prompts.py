@@ -12,7 +12,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from paceline.client import Model, render_chat
-from paceline.decoder import ModelSource, open_model
+from paceline.convert import ModelSource, open_model
 from paceline.harness import read_prompts
 from paceline.service.files import read_text
 from paceline.v1 import verifier_pb2

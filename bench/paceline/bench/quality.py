@@ -28,6 +28,7 @@ from paceline.bench.models import Models
 from paceline.bench.prompts import tokenizer
 from paceline.bench.record import Results, make_console
 from paceline.bench.step.engines import CHUNK
+from paceline.convert import load_decoder
 from paceline.decoder import Decoder, LocalCache
 from paceline.kernels import QueryBlock, plan_trees
 
@@ -132,15 +133,15 @@ def run(args: argparse.Namespace) -> int:
     console = make_console()
     target = Models.of(args).target
     text = held_out(target, args.windows)
-    exact = Decoder.load(target, "bfloat16")
+    exact = load_decoder(target, "bfloat16")
     base = [predictions(exact, window) for window in text]
     others: dict[str, Callable[[], Decoder]] = {
-        **{name: partial(Decoder.load, target, name) for name in args.weights},
+        **{name: partial(load_decoder, target, name) for name in args.weights},
         **{
-            f"KV in {name}": partial(Decoder.load, target, "bfloat16", kv_cache_dtype=name)
+            f"KV in {name}": partial(load_decoder, target, "bfloat16", kv_cache_dtype=name)
             for name in args.kv_cache_dtype
         },
-        **{file.stem: partial(Decoder.load, file) for file in args.gguf},
+        **{file.stem: partial(load_decoder, file) for file in args.gguf},
     }
     found: dict[str, dict[str, float]] = {}
     for name, load in others.items():

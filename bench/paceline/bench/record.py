@@ -21,8 +21,8 @@ from typing import Any
 from rich.console import Console
 
 from paceline.cli.output import Output
-from paceline.decoder import open_model
-from paceline.decoder.weights import fingerprint_files
+from paceline.convert import open_model
+from paceline.convert.weights import fingerprint_files
 from paceline.drafter import DrafterSpec
 from paceline.kernels import processor
 from paceline.service.cpus import usable_cpus

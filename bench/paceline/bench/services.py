@@ -23,8 +23,6 @@ ALWAYS = DraftOptions(timeout=20.0, adaptive=False)  # drafts in every round
 
 @dataclass(frozen=True)
 class Services:
-    """Two running processes."""
-
     verifier: ServiceProcess
     drafter: ServiceProcess
 

@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from paceline.cli.command import CommandError
-from paceline.decoder import UnsupportedModelError, open_model
-from paceline.decoder.sources import ModelFolder
-from paceline.decoder.weights import weight_files
+from paceline.convert import open_model
+from paceline.convert.sources import ModelFolder
+from paceline.convert.weights import weight_files
+from paceline.decoder import UnsupportedModelError
 from paceline.drafter.methods.base import SECTION, LoadError
 from paceline.drafter.methods.checkpoint import TargetRef, check_target, read_fit
 from paceline.kernels.quantised import QUANT_BLOCK

@@ -19,7 +19,7 @@ from paceline.cli.progress import described, waiting
 from paceline.harness.models import MODELS, NamedModel, hub_model, is_model_name
 
 if TYPE_CHECKING:
-    from paceline.decoder import ModelSource
+    from paceline.convert import ModelSource
 
 
 class FetchError(RuntimeError):
@@ -122,7 +122,7 @@ def _as_folder(file: Path) -> Path:
         import torch
         from transformers import AutoModelForCausalLM, GgufConfig
 
-        from paceline.decoder import open_model
+        from paceline.convert import open_model
     except ModuleNotFoundError as error:
         raise CommandError(
             f"{error.name} is missing; run\n    pip install 'paceline[server]'"

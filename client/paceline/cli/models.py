@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from datetime import datetime
 from pathlib import Path
+from shutil import rmtree
 
 from rich.table import Table
 
@@ -28,7 +29,7 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_convert(args: argparse.Namespace) -> int:
     """Pack the model; fails with code 1 if that is not possible."""
-    from paceline.decoder import convert  # with torch, which --help does not need
+    from paceline.convert import convert  # with torch, which --help does not need
 
     now = f"packing {described(args.model)}"
     reached = [""]
@@ -55,7 +56,7 @@ def add_models_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_models(args: argparse.Namespace) -> int:
     """List the packed models in the cache folder, or remove some."""
-    from paceline.decoder.store import packed_models, remove_packed
+    from paceline.convert.store import packed_models
 
     entries = packed_models()
     names = [entry.folder.name for entry in entries]
@@ -63,7 +64,7 @@ def run_models(args: argparse.Namespace) -> int:
         raise CommandError(f"there is no packed model {unknown[0]!r}; `paceline models` lists them")
     for entry in entries:
         if entry.folder.name in args.remove:
-            remove_packed(entry.folder)
+            rmtree(entry.folder)  # services that run keep its file open
             print(f"removed {entry.folder.name}, {size(entry.size)}")
     if not args.remove:
         table = Table("name", "size", "weights", "last use", "made of", box=None)

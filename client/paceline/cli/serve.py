@@ -305,7 +305,7 @@ def _check(args: argparse.Namespace, model: Path) -> None:
         VerifierOptions(**given_options(args, VerifierOptions), threads=args.threads)
         set_torch_environment(args.threads)
         _import_once()
-        from paceline.decoder import open_model  # it imports torch, which reads the environment
+        from paceline.convert import open_model  # it imports torch, which reads the environment
 
         open_model(model, args.lora).config()
         for text in args.drafter or ():

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
-    from paceline.decoder import ModelSource
+    from paceline.convert import ModelSource
     from paceline.drafter import Drafter
 
 P = ParamSpec("P")
@@ -68,7 +68,7 @@ def drafters_for(
     """
     import torch
 
-    from paceline.decoder import open_model
+    from paceline.convert import open_model
     from paceline.drafter.methods import method_class
 
     model, adapter = open_model(target, lora), f",lora={lora}" if lora else ""
@@ -111,7 +111,7 @@ def only_looks_up(
 
     Arguments and errors are as there; ``on_gpu``: the machine has a GPU.
     """
-    from paceline.decoder import open_model
+    from paceline.convert import open_model
 
     model = open_model(target, lora)
     if next(_fitting(target, model), None) is not None or _has_heads(model):

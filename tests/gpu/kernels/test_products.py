@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from paceline.bench.gpu.cases import EIGHT_BILLION, SMALL, RandomWeights
-from paceline.decoder import Decoder, DecoderConfig, GraphRunner, Packer
+from paceline.convert import Packer
+from paceline.decoder import Decoder, DecoderConfig, GraphRunner
 from paceline.decoder.products import describe_device, use_library_without_splits
 from paceline.verifier.kv.base import KvLayout
 from paceline.verifier.kv.pool import PagePool

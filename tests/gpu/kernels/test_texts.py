@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from paceline.bench.gpu.cases import SMALL, Pages, RandomWeights
-from paceline.decoder import Decoder, GraphRunner, Packer
+from paceline.convert import Packer
+from paceline.decoder import Decoder, GraphRunner
 from paceline.kernels import (
     Probe,
     ProbedBlock,

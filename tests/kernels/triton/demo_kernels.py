@@ -24,7 +24,8 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import KernelInterface
 
-from paceline.decoder import Decoder, GraphRunner
+from paceline.convert import load_decoder
+from paceline.decoder import GraphRunner
 from paceline.decoder.graphs import FIXED_SHAPES
 from paceline.drafter.growth import graphs as draft_graphs
 from paceline.drafter.growth.graphs import DraftGraphs
@@ -69,7 +70,7 @@ def as_on_a_gpu(graphs: Any) -> Any:
 
 def verifier() -> GraphRunner:
     """The graphs of the target."""
-    decoder = Decoder.load(DEMO / "target")
+    decoder = load_decoder(DEMO / "target")
     config = decoder.config
     layout = KvLayout(config.layers, config.kv_heads, config.head_dim, config.dtype)
     pool = PagePool(layout, CPU, kv_bytes=64 << 20, max_sequences=4, max_context=4096)

@@ -9,7 +9,7 @@ from unittest.mock import patch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.decoder import weights
+from paceline.decoder import linear
 from paceline.kernels.triton.ahead import Kernel
 
 
@@ -31,7 +31,7 @@ class Launches(TorchDispatchMode):
         self._patches = ExitStack()
 
     def __enter__(self) -> Launches:
-        multiply = weights.multiply
+        multiply = linear.multiply
 
         def product(*args: Any) -> Tensor:
             self.names.append("product")
@@ -40,7 +40,7 @@ class Launches(TorchDispatchMode):
         def launch(kernel: Kernel, *_: Any, **__: Any) -> None:
             self.names.append(kernel.function.__name__)
 
-        self._patches.enter_context(patch.object(weights, "multiply", product))
+        self._patches.enter_context(patch.object(linear, "multiply", product))
         self._patches.enter_context(patch.object(Kernel, "run", launch))
         super().__enter__()
         return self

@@ -15,6 +15,8 @@ import torch
 from launches import Launches
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from paceline.convert import load_decoder
+
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "kv"))
 
@@ -77,7 +79,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def target(folders: dict[str, Path]) -> Decoder:
-    return Decoder.load(folders["target"])
+    return load_decoder(folders["target"])
 
 
 class Pool:

@@ -14,6 +14,8 @@ from torch import Tensor
 from triton_cases import Waits
 
 from paceline.bench.gpu.cases import RandomWeights
+from paceline.convert import Packer
+from paceline.convert.families import layer_shapes
 from paceline.decoder import (
     Decoder,
     DecoderConfig,
@@ -21,11 +23,9 @@ from paceline.decoder import (
     ForwardResult,
     GraphRunner,
     LocalCache,
-    Packer,
 )
-from paceline.decoder.experts import Experts
 from paceline.decoder.graphs import FIXED_SHAPES, SHAPES
-from paceline.decoder.layer import layer_shapes
+from paceline.decoder.linear import Experts
 from paceline.decoder.products import FIXED_ROWS, FixedProducts
 from paceline.kernels import PagedPlane, QueryBlock, plan_trees, rotated
 from paceline.kv.selection import AttentionScores, PageScores, Rows
@@ -421,9 +421,9 @@ def test_a_layer_launches_its_kernels_and_no_others(
     from paceline.kernels.triton import products
 
     request.getfixturevalue("triton_on_cpu")
-    for module in ("model", "pack", "weights"):
+    for module in ("decoder.model", "convert.pack", "convert.weights"):
         monkeypatch.setattr(
-            f"paceline.decoder.{module}.is_rotated", lambda weights, device: weights == "int8"
+            f"paceline.{module}.is_rotated", lambda weights, device: weights == "int8"
         )
     decoder = make_decoder(replace(CONFIG, weights=weights, tied=False))
     monkeypatch.setattr(rotated, "quantise_rows", products.quantise_rotated)
@@ -455,8 +455,8 @@ def test_products_of_integers_give_what_torch_gives(
     of an earlier product."""
     from paceline.kernels.triton import products
 
-    for module in ("model", "pack", "weights"):
-        monkeypatch.setattr(f"paceline.decoder.{module}.is_rotated", lambda *_: True)
+    for module in ("decoder.model", "convert.pack", "convert.weights"):
+        monkeypatch.setattr(f"paceline.{module}.is_rotated", lambda *_: True)
     config = replace(CONFIG, weights="int8", hidden=CONFIG.q_heads * CONFIG.head_dim)
     decoder, cache = make_decoder(config), LocalCache(config)
     tokens, blocks = list(range(7)), [QueryBlock(0, 0, None, 7)]

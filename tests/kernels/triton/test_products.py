@@ -8,8 +8,7 @@ from plain_layers import keep_plain
 from torch import Tensor
 from triton_cases import Waits
 
-from paceline.decoder.experts import Experts
-from paceline.decoder.weights import Linear
+from paceline.decoder.linear import Experts, Linear
 from paceline.kernels.rotated import block_size, quantise_rows, scale_sums
 
 EXPERTS, OUTS, INS = 5, 70, 48

@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from paceline.decoder import UnsupportedModelError
-from paceline.decoder.weights import (
+from paceline.convert.weights import (
     MINIMUM,
     SCALE,
     SINGLE,
@@ -18,6 +17,7 @@ from paceline.decoder.weights import (
     quantise_tensor,
     weight_files,
 )
+from paceline.decoder import UnsupportedModelError
 from paceline.kernels.quantised import QUANT_BLOCK
 
 

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.convert import load_decoder
 from paceline.service.cpus import usable_cpus
 from paceline.train.presets import LM_PRESETS, Preset
 from paceline.train.recipes import recipes
@@ -100,7 +101,6 @@ def _drafter(args: argparse.Namespace) -> None:
 
 
 def _own_text(args: argparse.Namespace) -> None:
-    from paceline.decoder import Decoder
     from paceline.train.conversations import KINDS, write_conversations
     from paceline.train.corpus import EncodedDocuments, load_tokenizer
 
@@ -108,7 +108,7 @@ def _own_text(args: argparse.Namespace) -> None:
     _check_target(args.target, conversations=True)
     tokenizer = load_tokenizer(args.target)
     documents = EncodedDocuments(tokenizer, _corpus(args).train)
-    decoder = Decoder.load(args.target, args.weights)
+    decoder = load_decoder(args.target, args.weights)
     kinds, until = args.kinds or KINDS, began + 60 * args.minutes
     write_conversations(
         decoder, tokenizer, documents, args.count, args.out, args.seed, kinds, until
@@ -126,7 +126,7 @@ def _check_target(target: Path, conversations: bool = False) -> None:
         ValueError: Its architecture or tokenizer is not supported, or a run on `conversations`
             finds no chat template.
     """
-    from paceline.decoder import open_model
+    from paceline.convert import open_model
     from paceline.train.conversations import Template
     from paceline.train.corpus import load_tokenizer
 

@@ -15,7 +15,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from paceline.decoder import open_model
+from paceline.convert import open_model
 from paceline.train.phases import Phase
 
 STDLIB = "stdlib"

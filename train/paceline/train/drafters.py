@@ -17,6 +17,7 @@ import torch
 from accelerate import PartialState
 from torch import nn
 
+from paceline.convert import load_decoder
 from paceline.decoder import Decoder, UnsupportedModelError
 from paceline.drafter import Drafter, Resources
 from paceline.drafter.inspection import method_of_folder
@@ -251,7 +252,7 @@ class Texts:
         """
         tokenizer = load_tokenizer(target)
         trained, heldout = (encode_all(tokenizer, part) for part in (corpus.train, corpus.heldout))
-        eos, decoder = tokenizer.eos_token_id, Decoder.load(target)
+        eos, decoder = tokenizer.eos_token_id, load_decoder(target)
         with PartialState(cpu=torch.device(run.device).type == "cpu").main_process_first():
             file = run.work / "own.safetensors"
             written = own_texts(decoder, trained, own, eos, file, run.until(WRITING))

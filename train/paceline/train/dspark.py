@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.decoder import Decoder, ModelSource, open_model
+from paceline.convert import ModelSource, load_decoder, open_model
 from paceline.drafter.methods.checkpoint import load_weights
 from paceline.drafter.methods.dspark import DSparkConfig, DSparkModel, read_dspark, save_dspark
 from paceline.train.batches import PADDING, Answers, Batches, Rows
@@ -338,8 +338,6 @@ class SignalBlockLoss:
 
 @dataclass
 class DSparkDrafterModel(LayerDrafterModel):
-    """A DSpark drafter."""
-
     method = "dspark"
     model: DSparkModel
 
@@ -387,7 +385,7 @@ class DSparkTrainer(LayerTrainer[DSparkPreset, DSparkDrafterModel]):
         self, drafter: DSparkDrafterModel, batches: Batches, plan: Plan, separator: int, device: str
     ) -> tuple[nn.Module, Loss]:
         source = open_model(self.target)
-        decoder = Decoder.load(source, device=device)
+        decoder = load_decoder(source, device=device)
         target = TappedTarget(decoder, source, drafter.config.taps)
         loss = BlockLoss(drafter.model, target, batches, self.preset, separator)
         return BlockDrafter(drafter.model), loss

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from paceline.decoder import ModelSource
+from paceline.convert import ModelSource
 from paceline.drafter.methods.checkpoint import load_weights
 from paceline.drafter.methods.eagle3 import Eagle3Config, Eagle3Model, read_eagle3, save_eagle3
 from paceline.train.batches import Batches, Rows
@@ -34,8 +34,6 @@ _EMBEDDING_SCALE = 0.02
 
 @dataclass
 class Eagle3DrafterModel(LayerDrafterModel):
-    """An EAGLE-3 layer."""
-
     method = "eagle3"
     model: Eagle3Model
 

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import DynamicCache
 
-from paceline.decoder import Decoder, ModelSource
-from paceline.decoder.weights import Checkpoint
+from paceline.convert import ModelSource
+from paceline.convert.weights import Checkpoint
+from paceline.decoder import Decoder
 from paceline.drafter.methods.layers import apply_rope, split_heads
 from paceline.drafter.methods.longspec import (
     LongSpecConfig,
@@ -382,8 +383,6 @@ class LongSpecDrafterModel(LayerDrafterModel):
 
 
 class LongSpecTrainer(LayerTrainer[LongSpecPreset, LongSpecDrafterModel]):
-    """Trains a LongSpec layer."""
-
     method = "longspec"
     prompts = (300, 1024, 2048, 3840)
     trees = _TREES

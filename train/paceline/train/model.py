@@ -17,7 +17,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from paceline.decoder import open_model
+from paceline.convert import open_model
 from paceline.train.blocks import plain_folder, store_blocks
 from paceline.train.corpus import Documents
 from paceline.train.presets import Preset

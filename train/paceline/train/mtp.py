@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from paceline.decoder import ModelSource, open_model
-from paceline.decoder.folder_files import read_object
-from paceline.decoder.pack import read_norm
+from paceline.convert import ModelSource, open_model
+from paceline.convert.folder_files import read_object
+from paceline.convert.pack import read_norm
 from paceline.drafter.methods.base import SECTION
 from paceline.drafter.methods.checkpoint import CONFIG_FILE
 from paceline.drafter.methods.mtp import MtpConfig, MtpModel, save_mtp

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import PartialState
 
-from paceline.decoder import weights_fingerprint
+from paceline.convert import weights_fingerprint
 from paceline.train.corpus import Corpus
 
 if TYPE_CHECKING:

@@ -18,7 +18,8 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from torch.nn import functional as F
 
-from paceline.decoder import Decoder, LocalCache, ModelSource, open_model, weights_fingerprint
+from paceline.convert import ModelSource, open_model, weights_fingerprint
+from paceline.decoder import Decoder, LocalCache
 from paceline.kernels import CHUNK, QueryBlock, plan_trees
 from paceline.train.phases import Phase
 

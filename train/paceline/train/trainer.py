@@ -19,7 +19,8 @@ import torch
 from accelerate import PartialState
 from torch import Tensor, nn
 
-from paceline.decoder import Decoder, ModelSource, open_model
+from paceline.convert import ModelSource, load_decoder, open_model
+from paceline.decoder import Decoder
 from paceline.drafter.methods.layers import LayerShape
 from paceline.train.batches import Batches, Rows
 from paceline.train.conversations import OwnTexts
@@ -216,7 +217,7 @@ fingerprint.
             run, out, self.method, preset, corpus,
             target=self.target, start=start, written=written,
         )  # fmt: skip
-        decoder, source = Decoder.load(self.target, "int8"), open_model(self.target)
+        decoder, source = load_decoder(self.target, "int8"), open_model(self.target)
         texts = OwnTexts.load(decoder, self.target, corpus, preset.conversations, run, written)
         torch.manual_seed(0)
         drafter = self.new_drafter(load_tokenizer(self.target).eos_token_id)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.decoder import Decoder, ModelSource, open_model
+from paceline.convert import ModelSource, load_decoder, open_model
 from paceline.drafter.methods.feedback_model import FeedbackModel
 from paceline.train.batches import Answers, Batches, Rows
 from paceline.train.conversations import OwnTexts
@@ -185,7 +185,7 @@ def unrolled_on_texts(
     source, model = open_model(target), drafter.model
     assert isinstance(model, FeedbackModel)
     device = next(model.parameters()).device
-    reader = TappedTarget(Decoder.load(source, device=device), source, taps)
+    reader = TappedTarget(load_decoder(source, device=device), source, taps)
     loss = UnrolledLoss(model, reader, batches, replace(preset, levels=drafter.levels))
     return Unrolled(model), loss
 

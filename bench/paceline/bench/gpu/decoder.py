@@ -24,7 +24,8 @@ from paceline.bench.gpu.cases import (
     missed_targets,
     report,
 )
-from paceline.decoder import Decoder, DecoderConfig, GraphRunner, Packer
+from paceline.convert import Packer
+from paceline.decoder import Decoder, DecoderConfig, GraphRunner
 from paceline.decoder.products import use_library_without_splits
 from paceline.kernels import MAX_TREE_NODES, ProbedBlock, QueryBlock, plan_trees
 

@@ -24,7 +24,8 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.utils import logging
 
-from paceline.decoder import Decoder, LocalCache
+from paceline.convert import load_decoder
+from paceline.decoder import LocalCache
 from paceline.kernels import QueryBlock, plan_trees
 from paceline.train.blocks import plain_folder
 
@@ -60,7 +61,7 @@ class PacelineEngine:
         """
         self.name = f"paceline {weights}"
         self._synthetic, self._cold = synthetic, cold
-        self.decoder = Decoder.load(target, weights, numerics="auto")  # as the verifier does
+        self.decoder = load_decoder(target, weights, numerics="auto")  # as the verifier does
         gc.freeze()  # as the verifier does
 
     def measure(self, context: int, rows: Sequence[int]) -> Figures:

@@ -37,7 +37,7 @@ from paceline.bench.table.engines import (
 from paceline.bench.table.figures import Sample, sample, summarize, table
 from paceline.bench.table.vllm import LOOKUP, NGRAM, Vllm
 from paceline.cli.shipped import drafters_for
-from paceline.decoder import ModelSource, open_model
+from paceline.convert import ModelSource, open_model
 from paceline.harness import ProcessFailed
 
 _WARM_UP_TOKENS = 64  # tokens in which verifier and client measure what rounds cost

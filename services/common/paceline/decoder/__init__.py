@@ -1,4 +1,4 @@
-"""The decoder-only transformer of verifier and drafter, from Hugging Face folders or GGUF files."""
+"""The decoder-only transformer of verifier and drafter, which runs packed models."""
 
 from paceline.decoder.cache import LocalCache
 from paceline.decoder.config import DecoderConfig, UnsupportedModelError
@@ -13,18 +13,9 @@ from paceline.decoder.device import (
 )
 from paceline.decoder.graphs import Capturing, GraphRunner
 from paceline.decoder.invariance import BatchInvariance, check_batch_invariance, check_served
+from paceline.decoder.linear import Linear
 from paceline.decoder.model import Decoder, ForwardResult
-from paceline.decoder.model_source import ModelSource
-from paceline.decoder.pack import Packer
-from paceline.decoder.packed import PackedWeights
-from paceline.decoder.sources import load_config, open_model, weights_fingerprint
-from paceline.decoder.store import (
-    PackedModel,
-    convert,
-    is_converted,
-    prepare,
-    read_converted,
-)
+from paceline.decoder.packed_model import PackedModel, is_converted, read_converted
 from paceline.kernels import KVCacheView
 
 __all__ = [
@@ -37,24 +28,17 @@ __all__ = [
     "ForwardResult",
     "GraphRunner",
     "KVCacheView",
+    "Linear",
     "LocalCache",
-    "ModelSource",
     "PackedModel",
-    "PackedWeights",
-    "Packer",
     "UnsupportedModelError",
     "check_batch_invariance",
     "check_served",
-    "convert",
     "device_lost",
     "find_device",
     "is_converted",
-    "load_config",
-    "open_model",
-    "prepare",
     "read_converted",
     "receive",
     "use_device",
     "wait_for",
-    "weights_fingerprint",
 ]

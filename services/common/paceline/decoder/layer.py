@@ -14,10 +14,8 @@ from typing import Any
 from torch import Tensor
 
 from paceline.decoder.config import DecoderConfig
-from paceline.decoder.experts import Experts
-from paceline.decoder.families import FAMILIES, expert_name
+from paceline.decoder.linear import Experts, Linear
 from paceline.decoder.packed import Part
-from paceline.decoder.weights import Linear
 from paceline.kernels import Delta, Heads, Norm, Recorder, Routing
 
 
@@ -52,28 +50,6 @@ def heads_of(config: DecoderConfig) -> Heads:
         config.q_heads, config.kv_heads, config.head_dim,
         config.attention_scale, config.attention_cap,
     )  # fmt: skip
-
-
-def layer_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors of a layer with attention, by names without the prefix of the layer;
-    those of experts are one by one."""
-    found: dict[str, tuple[int, ...]] = {}
-    for name, shape in FAMILIES[config.model_type].layer_tensors(
-        config.hidden,
-        config.intermediate,
-        config.head_dim,
-        (config.q_heads, config.kv_heads),
-        (config.qkv_bias, config.o_bias, config.mlp_bias),
-        config.experts,
-    ):
-        if ".experts." in name:
-            found |= {expert_name(name, expert): shape[1:] for expert in range(config.experts)}
-        else:
-            found[name] = shape
-    if config.qk_norm:  # also of a family whose published models have none
-        for name in ("self_attn.q_norm.weight", "self_attn.k_norm.weight"):
-            found.setdefault(name, (config.head_dim,))
-    return found
 
 
 def record_entry(
@@ -135,7 +111,7 @@ def record_layer(
     else:
         q, mixed = record_heads(program, layer, inputs, cache, rope)
         attended = program.attend(q, cache, window, layer.sinks)
-        if FAMILIES[config.model_type].gated:
+        if config.gated:
             program.sigmoid_gate(attended, mixed)
     delta = leave(program.multiply(attended, layer.out), after)
     between = record_entry(config, program, before_mlp, x, delta)
@@ -158,7 +134,7 @@ def _feed_forward(config: DecoderConfig, program: Recorder, layer: DecoderLayer,
 
 
 def build_layer(config: DecoderConfig, parts: Mapping[str, Part]) -> DecoderLayer:
-    """A layer of its packed parts, by their names; see :mod:`paceline.decoder.pack`."""
+    """A layer of its packed parts, by their names; see :mod:`paceline.convert.Packer`."""
 
     def tensor(name: str) -> Tensor | None:
         found = parts.get(name)
@@ -186,7 +162,7 @@ def build_layer(config: DecoderConfig, parts: Mapping[str, Part]) -> DecoderLaye
         assert delta_norm is not None
         delta = Delta(shape, **vectors, norm=delta_norm)
     return DecoderLayer(
-        norms=tuple(norm(f"norms.{at}") for at in range(len(FAMILIES[config.model_type].norms))),
+        norms=tuple(norm(f"norms.{at}") for at in range(4)),
         qkv=linear("qkv"),
         delta=delta,
         head_norms=None if q_norm is None or k_norm is None else (q_norm, k_norm),

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Protocol, Self
 
 import torch
@@ -17,7 +16,6 @@ from torch import Tensor
 
 from paceline.decoder.config import DecoderConfig, Rope, UnsupportedModelError
 from paceline.decoder.device import map_on_cores
-from paceline.decoder.experts import Experts
 from paceline.decoder.layer import (
     DecoderLayer,
     build_layer,
@@ -26,12 +24,9 @@ from paceline.decoder.layer import (
     record_entry,
     record_layer,
 )
-from paceline.decoder.model_source import ModelSource, about
-from paceline.decoder.pack import Packer
+from paceline.decoder.linear import Experts, Linear, is_rotated
 from paceline.decoder.packed import Parts
 from paceline.decoder.products import FixedProducts, fix_products
-from paceline.decoder.sources import open_model
-from paceline.decoder.weights import Linear, is_rotated
 from paceline.kernels import (
     Executor,
     KVCacheView,
@@ -76,7 +71,7 @@ class AttentionObserver(Protocol):
 
 
 class Decoder:
-    """A language model of one of ``FAMILIES`` over packed query blocks.
+    """A language model over packed query blocks.
 
     On the CPU, if :func:`check_batch_invariance` holds, the bits of a token's logits depend neither
     on the rest of the batch nor on whether its ancestors are committed or nodes of the tree. Safe
@@ -95,7 +90,7 @@ class Decoder:
         device: torch.device | str,
         numerics: str = "portable",
     ) -> None:
-        """Build of packed parts; see :meth:`load`."""
+        """Build of packed parts; see :func:`config_for` and :func:`numerics_for`."""
         self.config = config
         self.numerics = numerics_for(config, numerics)
         self.device = torch.device(device)
@@ -119,43 +114,6 @@ class Decoder:
         if self.device.type != "cpu":
             return list(map(load, indices))
         return map_on_cores(load, indices)
-
-    @classmethod
-    def load(
-        cls,
-        source: str | Path | ModelSource,
-        weights: torch.dtype | str = "auto",
-        device: torch.device | str = "cpu",
-        kv_cache_dtype: str = "auto",
-        max_context: int | None = None,
-        numerics: str = "portable",
-    ) -> Self:
-        """Pack a Hugging Face folder with safetensors weights, or a GGUF file, in memory.
-
-        Args:
-            source: The folder or file.
-            weights: float32, bfloat16, int8, int4, or "auto" for the stored format (bfloat16 for
-                float16). int8 quantises with one scale an output over rotated inputs
-                (:mod:`paceline.kernels.rotated`), int4 in blocks of 32.
-            device: Where to run.
-            kv_cache_dtype: See :func:`config_for`.
-            max_context: See :func:`config_for`.
-            numerics: How the CPU multiplies bfloat16 weights and caches; see
-                :func:`numerics_for`.
-
-        Raises:
-            ValueError: ``numerics`` or ``kv_cache_dtype`` is none of these, or not supported on
-                the device.
-            UnsupportedModelError: The model needs a feature that the decoder does not support, or
-                a file is damaged.
-            FileNotFoundError: There is no such file, or the folder has no config.json.
-        """
-        model = open_model(source)
-        with about(model.path), torch.inference_mode():
-            config = config_for(model.config(weights), device, kv_cache_dtype, max_context)
-            return cls(
-                config, Packer(config, model.weights(config, device), device), device, numerics
-            )
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embedded tokens, int64 ``[n]``: float32 ``[n, hidden]``, before the model's factor on

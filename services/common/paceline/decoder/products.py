@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 import paceline.kernels
-from paceline.decoder.experts import Experts
-from paceline.decoder.weights import Linear
+from paceline.decoder.linear import Experts, Linear
 
 _log = logging.getLogger(__name__)
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.decoder import UnsupportedModelError, open_model
-from paceline.decoder.folder_files import check_fields, read_object
+from paceline.convert import open_model
+from paceline.convert.folder_files import check_fields, read_object
+from paceline.decoder import UnsupportedModelError
 from paceline.drafter.methods import method_class, method_names
 from paceline.drafter.methods.base import SECTION, Drafter, LoadError
 from paceline.drafter.methods.checkpoint import CONFIG_FILE, check_target, read_fit

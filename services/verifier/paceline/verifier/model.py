@@ -21,8 +21,8 @@ from paceline.decoder import (
 )
 from paceline.decoder.graphs import table_row
 from paceline.decoder.invariance import SERVED_TOKENS, served_slots, window_to_pass
-from paceline.decoder.model_source import remembered
 from paceline.decoder.products import describe_device, describe_kernels
+from paceline.decoder.remembered import remembered
 from paceline.kernels import (
     MAX_TREE_NODES,
     QueryBlock,

@@ -13,13 +13,13 @@ from time import monotonic, sleep
 
 import torch
 
+from paceline.convert import prepare
 from paceline.decoder import (
     Decoder,
     GraphRunner,
     PackedModel,
     find_device,
     is_converted,
-    prepare,
     read_converted,
     use_device,
 )

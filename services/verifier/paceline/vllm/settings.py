@@ -12,7 +12,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from paceline.decoder.sources import open_model
+from paceline.convert import open_model
 from paceline.service.options import (
     OptionsError,
     ServerOptions,

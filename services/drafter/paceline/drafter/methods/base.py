@@ -16,8 +16,7 @@ from paceline.tree import TokenTree
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from paceline.decoder import ModelSource
-    from paceline.decoder.sources import Origin
+    from paceline.convert import ModelSource, Origin
 
 __all__ = [
     "SECTION",

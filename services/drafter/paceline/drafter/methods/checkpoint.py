@@ -12,15 +12,9 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from paceline.decoder import (
-    DecoderConfig,
-    ModelSource,
-    UnsupportedModelError,
-    open_model,
-    use_device,
-)
-from paceline.decoder.folder_files import check_fields, read_object
-from paceline.decoder.sources import Origin
+from paceline.convert import ModelSource, Origin, open_model
+from paceline.convert.folder_files import check_fields, read_object
+from paceline.decoder import DecoderConfig, UnsupportedModelError, use_device
 from paceline.drafter.methods.base import SECTION, Fit, LoadError, Resources
 from paceline.drafter.methods.layers import (
     DRAFT_TOKENS,

@@ -20,11 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.decoder import UnsupportedModelError, open_model
-from paceline.decoder.config import check_rope, rope_frequencies, rope_parameters
-from paceline.decoder.folder_files import one_line
-from paceline.decoder.model_source import remembered_by_transformers
-from paceline.decoder.weights import Checkpoint, Linear, plain
+from paceline.convert import open_model
+from paceline.convert.config import check_rope, rope_frequencies, rope_parameters
+from paceline.convert.folder_files import one_line
+from paceline.convert.model_source import remembered_by_transformers
+from paceline.convert.weights import Checkpoint, plain
+from paceline.decoder import UnsupportedModelError
+from paceline.decoder.linear import Linear
 from paceline.drafter.methods.base import SECTION
 from paceline.kernels import Heads, Norm, Recorder
 from paceline.kernels.linear import pack_rotated

@@ -21,14 +21,8 @@ import torch
 from torch import Tensor
 
 from paceline.checks import check_range
-from paceline.decoder import (
-    Decoder,
-    KVCacheView,
-    LocalCache,
-    ModelSource,
-    load_config,
-    prepare,
-)
+from paceline.convert import ModelSource, load_config, prepare
+from paceline.decoder import Decoder, KVCacheView, LocalCache
 from paceline.drafter.growth.host import HostGrowth, forward_parts
 from paceline.drafter.growth.native import NativeGrowth
 from paceline.drafter.growth.sequence import GrownSequence, TreeGrowth

@@ -19,11 +19,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from paceline.checks import check_range
-from paceline.decoder import (
-    Decoder,
-    LocalCache,
-    prepare,
-)
+from paceline.convert import prepare
+from paceline.decoder import Decoder, LocalCache
 from paceline.drafter.growth.host import HostGrowth, forward_parts
 from paceline.drafter.growth.sequence import GrownSequence, TreeGrowth
 from paceline.drafter.growth.text import GrownText, PassPart, TextPasses, TreeSettings, required

@@ -12,9 +12,9 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from paceline.decoder import ModelSource, open_model
+from paceline.convert import ModelSource, open_model
+from paceline.convert.weights import Checkpoint
 from paceline.decoder.config import Rope
-from paceline.decoder.weights import Checkpoint
 from paceline.drafter.growth.device import DeviceGrowth
 from paceline.drafter.growth.graphs import DraftGraphs, GraphModel
 from paceline.drafter.growth.host import HostGrowth, LevelModel

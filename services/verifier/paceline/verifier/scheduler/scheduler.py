@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.decoder import Decoder
-from paceline.decoder.model_source import cache_file, store
+from paceline.decoder.remembered import cache_file, store
 from paceline.kernels import cpu_kernels, processor_name
 from paceline.service.cpus import usable_cpus
 from paceline.tree import TokenTree, accepted_tokens

@@ -18,7 +18,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from paceline.decoder import ModelSource, UnsupportedModelError, load_config
+from paceline.convert import ModelSource, load_config
+from paceline.decoder import UnsupportedModelError
 from paceline.drafter.growth.device import (
     DeviceTrees,
     HostDraft,

@@ -15,7 +15,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from paceline.decoder import UnsupportedModelError, load_config
+from paceline.convert import load_config
+from paceline.decoder import UnsupportedModelError
 from paceline.drafter.methods.base import SECTION
 from paceline.drafter.methods.checkpoint import (
     TargetRef,

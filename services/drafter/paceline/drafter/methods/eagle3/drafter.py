@@ -18,8 +18,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from paceline.decoder import ModelSource, load_config
-from paceline.decoder.weights import Linear
+from paceline.convert import ModelSource, load_config
+from paceline.decoder.linear import Linear
 from paceline.drafter.methods.base import SECTION, Resources
 from paceline.drafter.methods.eagle3.config import Eagle3Config, is_eagle3, read_eagle3
 from paceline.drafter.methods.eagle3.module import Eagle3Model

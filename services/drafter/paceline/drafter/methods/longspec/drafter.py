@@ -18,7 +18,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from paceline.decoder import ModelSource
+from paceline.convert import ModelSource
 from paceline.drafter.growth.device import (
     DeviceTrees,
     HostDraft,

@@ -17,10 +17,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from paceline.decoder import DecoderConfig, ModelSource, UnsupportedModelError, open_model
-from paceline.decoder.folder_files import read_object
-from paceline.decoder.layer import layer_shapes
-from paceline.decoder.weights import Tensors, Weight
+from paceline.convert import ModelSource, open_model
+from paceline.convert.families import layer_shapes
+from paceline.convert.folder_files import read_object
+from paceline.convert.weights import Tensors, Weight
+from paceline.decoder import DecoderConfig, UnsupportedModelError
 from paceline.drafter.methods.base import SECTION
 from paceline.drafter.methods.checkpoint import CONFIG_FILE, TargetRef, write_checkpoint
 from paceline.drafter.methods.layers import DRAFT_TOKENS, TappedShape, drafted_tokens

@@ -18,7 +18,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from paceline.decoder import ModelSource, UnsupportedModelError, open_model
+from paceline.convert import ModelSource, Origin, open_model
+from paceline.convert.pack import Packer, read_norm
+from paceline.decoder import UnsupportedModelError
 from paceline.decoder.layer import (
     DecoderLayer,
     build_layer,
@@ -27,9 +29,7 @@ from paceline.decoder.layer import (
     record_heads,
     record_layer,
 )
-from paceline.decoder.pack import Packer, read_norm
-from paceline.decoder.sources import Origin
-from paceline.decoder.weights import Linear, is_rotated
+from paceline.decoder.linear import Linear, is_rotated
 from paceline.drafter.methods.base import SECTION, Fit, LoadError, Resources, parse_options
 from paceline.drafter.methods.checkpoint import (
     TargetEmbedding,

@@ -11,21 +11,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
+from paceline.convert.folder_files import one_line, read_object
 from paceline.decoder.config import UnsupportedModelError
-from paceline.decoder.folder_files import one_line, read_object
+from paceline.decoder.linear import is_rotated
 from paceline.formats import FLOATS
 from paceline.kernels.linear import (
     PackedMatrix,
-    multiply,
-    multiply_floats,
-    pack,
-    pack_quantised,
     pack_rotated,
 )
 from paceline.kernels.quantised import QUANT_BLOCK, QuantisedMatrix, concatenate, quantise
-from paceline.kernels.rotated import DOWN_SIZE, SIZE, IntSums, RotatedMatrix
+from paceline.kernels.rotated import DOWN_SIZE, SIZE, RotatedMatrix
 
 if TYPE_CHECKING:
     from paceline.decoder.config import DecoderConfig
@@ -142,12 +138,6 @@ def in_order(weight: Weight, rows: Tensor) -> Weight:
     return (
         weight.rows(rows) if isinstance(weight, QuantisedMatrix) else weight[rows.to(weight.device)]
     )
-
-
-def is_rotated(weights: str, device: torch.device) -> bool:
-    """Whether torch multiplies matrices of a format in 8 bits over rotated inputs on a device: a
-    CPU has packed ones."""
-    return weights == "int8" and device.type != "cpu"
 
 
 def in_int8(
@@ -330,90 +320,3 @@ def fingerprint_files(head: bytes, files: Iterable[Path]) -> str:
             while block := file.read(_READ_BYTES):
                 digest.update(block)
     return digest.hexdigest()
-
-
-class Linear:
-    """``x @ weight.T + bias``, by the compiled kernels on the CPU and by torch elsewhere."""
-
-    # Rising numbers of rows that products have off the CPU, see :mod:`paceline.decoder.products`;
-    # None: as many as the input.
-    fixed_rows: tuple[int, ...] | None = None
-
-    def __init__(
-        self,
-        weight: Weight | PackedMatrix | RotatedMatrix,
-        bias: Tensor | None = None,
-    ) -> None:
-        """Make a layer of a weight ``[out, in]`` in float32, bfloat16, blocks, or 8 bits over
-        rotated inputs, and a bias ``[out]`` or None. A packed weight contains its bias."""
-        # The packed weight of the compiled kernels; None: torch multiplies.
-        self.packed: PackedMatrix | None = None
-        self._int8: RotatedMatrix | None = None
-        if isinstance(weight, PackedMatrix):
-            self.packed = weight
-            self.out_features, self.in_features = weight.outs, weight.ins
-            return
-        self.out_features, self.in_features = weight.shape
-        if isinstance(weight, QuantisedMatrix):
-            self.packed = pack_quantised(weight, bias)
-        elif isinstance(weight, RotatedMatrix):
-            self._int8 = weight
-            self._bias = None if bias is None else bias.float().to(weight.scale.device)
-        elif weight.device.type == "cpu":
-            self.packed = pack(weight, bias, str(weight.dtype).removeprefix("torch."))
-        else:
-            self._weight = weight
-            self._bias = None if bias is None else bias.to(weight.dtype)
-
-    @property
-    def bias(self) -> Tensor | None:
-        """``[out]``, or None."""
-        return self._bias if self.packed is None else self.packed.bias
-
-    @property
-    def weight(self) -> Tensor | PackedMatrix | RotatedMatrix:
-        """What the layer can be made of again."""
-        if self.packed is not None:
-            return self.packed
-        return self._weight if self._int8 is None else self._int8
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of its inputs off the CPU."""
-        return torch.bfloat16 if self._int8 is not None else self._weight.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Where its weight is."""
-        if self.packed is not None:
-            return self.packed.values.device
-        return self._weight.device if self._int8 is None else self._int8.values.device
-
-    @property
-    def exact(self) -> bool:
-        """Whether its sums are integers, so that no order changes them."""
-        return self._int8 is not None
-
-    @property
-    def shape_key(self) -> tuple[object, ...]:
-        """Equal for layers whose products libraries compute alike."""
-        quantised = self.packed is not None or self._int8 is not None
-        kind = "quantised" if quantised else self._weight.dtype
-        return self.out_features, self.in_features, kind, self.bias is None
-
-    def sums(self, x: Tensor) -> IntSums | None:
-        """The product before its scales, if the layer's sums are integers."""
-        return self._int8.sums(x, self._bias) if self._int8 is not None else None
-
-    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """``[rows, in]`` to ``[rows, out]`` in the type of ``x``; a ``bias`` ``[out]`` of this type
-        replaces the layer's."""
-        if self.packed is not None:
-            wide = None if bias is None else bias.float()
-            return multiply(x.float().contiguous(), self.packed, wide).to(x.dtype)
-        bias = self._bias if bias is None else bias
-        if self._int8 is not None:
-            return self._int8.multiply(x, None if bias is None else bias.float())
-        if self.fixed_rows is not None:
-            return multiply_floats(x, self._weight, bias, self.fixed_rows)
-        return linear(x, self._weight, bias)

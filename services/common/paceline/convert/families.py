@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from paceline.decoder.config import DecoderConfig
 from paceline.kernels import MAX_TAPS, DeltaShape
 
 Values = Callable[[Any], dict[str, Any]]
@@ -109,7 +110,7 @@ class Family:
     # Outputs of attention are multiplied by gates, which the q projection has behind the queries of
     # each head.
     gated: bool = False
-    interleaved: bool = False  # see :class:`paceline.decoder.experts.ExpertTensors`
+    interleaved: bool = False  # see :class:`paceline.convert.experts.ExpertTensors`
 
     # Fields of :class:`paceline.decoder.DecoderConfig` by a transformers config.
     switches: Values = _none
@@ -120,40 +121,28 @@ class Family:
     gguf_rows: bool = False  # the files have the rows of q and k in llama's order
     gguf_values: Values = _none  # fields of the transformers config by a GGUF file's metadata
 
-    def layer_tensors(
-        self,
-        hidden: int,
-        wide: int,
-        dim: int,
-        heads: tuple[int, int],
-        biases: tuple[bool, ...],
-        experts: int,
-    ) -> Iterator[tuple[str, tuple[int, ...]]]:
+    def layer_tensors(self, of: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Names and shapes of a layer's tensors, without the prefix of the layer.
 
-        Args:
-            hidden: Width of the residual stream.
-            wide: Width of the feed-forward block.
-            dim: Width of a head.
-            heads: Query heads; key and value heads.
-            biases: Of q, k and v; of the attention output; of the feed-forward block.
-            experts: Experts of a layer; 0: one feed-forward block. Their tensors are named and
-                shaped as one of all, ``[experts, ...]``; see :func:`expert_name`.
+        ``of`` has the fields of :class:`paceline.decoder.DecoderConfig` for widths, heads, biases
+        and experts. Tensors of experts are named and shaped as one of all, ``[experts, ...]``; see
+        :func:`expert_name`.
         """
-        q, kv = (count * dim for count in heads)
+        hidden, wide, dim, experts = of.hidden, of.intermediate, of.head_dim, of.experts
+        q, kv = of.q_heads * dim, of.kv_heads * dim
         qkv = (q * (1 + self.gated), kv, kv) if len(self.qkv) == 3 else (q + 2 * kv,)
         gate_up = (wide, wide) if len(self.gate_up) == 2 else (2 * wide,)
         parts = [
-            (f"self_attn.{name}", outs, hidden, biases[0])
+            (f"self_attn.{name}", outs, hidden, of.qkv_bias)
             for name, outs in zip(self.qkv, qkv, strict=True)
         ]
-        parts += [("self_attn.o_proj", hidden, q, biases[1])]
+        parts += [("self_attn.o_proj", hidden, q, of.o_bias)]
         block = "mlp.experts" if experts else "mlp"
         blocks = [
-            (f"{block}.{name}", outs, hidden, biases[2])
+            (f"{block}.{name}", outs, hidden, of.mlp_bias)
             for name, outs in zip(self.gate_up, gate_up, strict=True)
         ]
-        blocks += [(f"{block}.down_proj", hidden, wide, biases[2])]
+        blocks += [(f"{block}.down_proj", hidden, wide, of.mlp_bias)]
         if experts:
             parts += [("mlp.router", experts, hidden, self.router_bias)]
         for name, outs, ins, bias in parts + blocks:
@@ -168,11 +157,10 @@ class Family:
             yield "self_attn.q_norm.weight", (q if whole else dim,)
             yield "self_attn.k_norm.weight", (kv if whole else dim,)
         if self.sinks:
-            yield "self_attn.sinks.weight", heads[:1]
+            yield "self_attn.sinks.weight", (of.q_heads,)
 
 
 def delta_outs(shape: DeltaShape) -> tuple[int, ...]:
-    """Their outputs."""
     heads = shape.value_heads
     return shape.channels, heads, heads, heads * shape.value_dim
 
@@ -380,3 +368,18 @@ FAMILIES = {
         gguf="glm4",
     ),
 }  # fmt: skip
+
+
+def layer_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors of a layer with attention, by names without the prefix of the layer;
+    those of experts are one by one."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, shape in FAMILIES[config.model_type].layer_tensors(config):
+        if ".experts." in name:
+            found |= {expert_name(name, expert): shape[1:] for expert in range(config.experts)}
+        else:
+            found[name] = shape
+    if config.qk_norm:  # also of a family whose published models have none
+        for name in ("self_attn.q_norm.weight", "self_attn.k_norm.weight"):
+            found.setdefault(name, (config.head_dim,))
+    return found

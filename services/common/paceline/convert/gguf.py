@@ -17,24 +17,15 @@ import torch
 from gguf import GGMLQuantizationType
 from torch import Tensor
 
-from paceline.decoder.config import (
-    DecoderConfig,
-    UnsupportedModelError,
-    decoder_config,
-    rope_frequencies,
-)
-from paceline.decoder.families import FAMILIES, GGUF_NAMES, expert_name
-from paceline.decoder.folder_files import part_paths
-from paceline.decoder.gguf_file import (
-    GgufFile,
-    check_format,
-    converts,
-    decode,
-    read_gguf,
-)
-from paceline.decoder.gguf_tokenizer import GgufTokenizer
-from paceline.decoder.model_source import ModelSource, file_facts, remembered
-from paceline.decoder.weights import Tensors, Weight, fingerprint_files, plain
+from paceline.convert.config import decoder_config, rope_frequencies
+from paceline.convert.families import FAMILIES, GGUF_NAMES, expert_name
+from paceline.convert.folder_files import part_paths
+from paceline.convert.gguf_file import GgufFile, check_format, converts, decode, read_gguf
+from paceline.convert.gguf_tokenizer import GgufTokenizer
+from paceline.convert.model_source import ModelSource, file_facts
+from paceline.convert.weights import Tensors, Weight, fingerprint_files, plain
+from paceline.decoder.config import DecoderConfig, UnsupportedModelError
+from paceline.decoder.remembered import remembered
 from paceline.kernels.linear import PackedMatrix, pack_quantised
 from paceline.kernels.quantised import QuantisedMatrix
 
@@ -97,7 +88,10 @@ class Metadata:
         if self.layers > len(tensors):
             raise self._error(f"{self.layers} layers in {len(tensors)} tensors")
         self.attention_bias = "blk.0.attn_q.bias" in tensors
-        self.mlp_bias = "blk.0.ffn_gate.bias" in tensors
+        family, self.mlp_bias = self.family, "blk.0.ffn_gate.bias" in tensors
+        self.qkv_bias = self.attention_bias if family.qkv_bias is None else family.qkv_bias
+        self.o_bias = self.attention_bias if family.o_bias is None else family.o_bias
+        self.mlp_bias = self.mlp_bias if family.mlp_bias is None else family.mlp_bias
 
     def _model_type(self) -> str:
         """The family; a file of OLMo 3 has the architecture of OLMo 2, Mixtral that of Llama."""
@@ -144,20 +138,10 @@ class Metadata:
 
 def expected_tensors(values: Metadata) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     """Names in the file, Hugging Face names and shapes of the tensors, without the LM head."""
-    family, heads = values.family, (values.q_heads, values.kv_heads)
-    names = {**GGUF_NAMES, **family.gguf_names}
-    biases = (
-        values.attention_bias if family.qkv_bias is None else family.qkv_bias,
-        values.attention_bias if family.o_bias is None else family.o_bias,
-        values.mlp_bias if family.mlp_bias is None else family.mlp_bias,
-    )
+    names = {**GGUF_NAMES, **values.family.gguf_names}
     yield EMBEDDING, "model.embed_tokens.weight", (values.vocab_size, values.hidden)
     yield NORM, "model.norm.weight", (values.hidden,)
-    layer = dict(
-        family.layer_tensors(
-            values.hidden, values.intermediate, values.head_dim, heads, biases, values.experts
-        )
-    )
+    layer = dict(values.family.layer_tensors(values))
     for index in range(values.layers):
         for name, shape in layer.items():
             part, kind = name.rsplit(".", 1)

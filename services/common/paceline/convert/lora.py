@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.convert.experts import shared_name
+from paceline.convert.folder_files import one_line, read_object
+from paceline.convert.model_source import ModelSource, file_facts
+from paceline.convert.weights import Tensors, Weight, fingerprint_files
 from paceline.decoder.config import DecoderConfig, UnsupportedModelError
-from paceline.decoder.experts import shared_name
-from paceline.decoder.folder_files import one_line, read_object
-from paceline.decoder.model_source import ModelSource, file_facts
-from paceline.decoder.weights import Tensors, Weight, fingerprint_files
 from paceline.kernels.linear import PackedMatrix
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -63,8 +63,16 @@ class _Change:
     scale: float
 
 
+def _of_base(name: str) -> Any:
+    return property(lambda model: getattr(model._base, name))
+
+
 class LoraModel(ModelSource):
     """A model with an adapter: that of the model but for its weights and fingerprint."""
+
+    hf_config, architectures = _of_base("hf_config"), _of_base("architectures")
+    tokenizer, special_tokens = _of_base("tokenizer"), _of_base("special_tokens")
+    chat_templates = _of_base("chat_templates")
 
     def __init__(self, base: ModelSource, folder: Path) -> None:
         """Open a PEFT folder: ``adapter_config.json`` and ``adapter_model.safetensors``. Raises
@@ -150,10 +158,6 @@ class LoraModel(ModelSource):
     def name(self) -> str:
         return f"{self._base.name}+{self._folder.resolve().name}"
 
-    @property
-    def hf_config(self) -> Any:
-        return self._base.hf_config
-
     def read_config(self, weights: torch.dtype | str) -> DecoderConfig:
         return self._base.read_config(weights)
 
@@ -162,7 +166,13 @@ class LoraModel(ModelSource):
         return *self._base.config_facts(), *adapter
 
     def tensors(self, dtype: torch.dtype, device: torch.device | str) -> Mapping[str, Weight]:
-        return _Merged(self._base.tensors(dtype, device), self)
+        base = self._base.tensors(dtype, device)
+        for name in sorted(self._changes):
+            if name not in base:
+                raise self._error(
+                    f"it changes {name!r}, which {self.path} does not have; {_WAY_OUT}"
+                )
+        return _Merged(base, self)
 
     def tensor(self, name: str, dtype: torch.dtype, device: torch.device | str) -> Tensor:
         found = self._base.tensor(name, dtype, device)
@@ -201,27 +211,6 @@ class LoraModel(ModelSource):
         found: Tensor = weight.float() + (b @ a).mul_(change.scale).to(weight.device)
         return found.to(weight.dtype)
 
-    @property
-    def changed(self) -> frozenset[str]:
-        """Names of the tensors that the adapter changes."""
-        return frozenset(self._changes)
-
-    def missing(self, name: str) -> UnsupportedModelError:
-        """The error for a tensor that the model lacks."""
-        return self._error(f"it changes {name!r}, which {self.path} does not have; {_WAY_OUT}")
-
-    @property
-    def tokenizer(self) -> bytes:
-        return self._base.tokenizer
-
-    @property
-    def chat_templates(self) -> Mapping[str, str]:
-        return self._base.chat_templates
-
-    @property
-    def special_tokens(self) -> Mapping[str, str]:
-        return self._base.special_tokens
-
     def files(self) -> list[Path]:
         return [*self._base.files(), self._folder / _WEIGHTS]
 
@@ -229,23 +218,16 @@ class LoraModel(ModelSource):
         files = [self._folder / _CONFIG, self._folder / _WEIGHTS]
         return fingerprint_files(self._base.fingerprint().encode(), files)
 
-    @property
-    def architectures(self) -> tuple[str, ...]:
-        return self._base.architectures
-
 
 class _Merged(Tensors[Weight]):
     """Tensors of a model, those that an adapter changes with its changes."""
 
     def __init__(self, base: Mapping[str, Weight], model: LoraModel) -> None:
         self._names, self._model = base, model
-        for name in sorted(model.changed):
-            if name not in base:
-                raise model.missing(name)
 
     def __getitem__(self, name: str) -> Weight:
         found: Weight = self._names[name]
-        if name not in self._model.changed:
+        if name not in self._model._changes:
             return found
         return self._model.merge(name, found if isinstance(found, Tensor) else found.dequantise())
 

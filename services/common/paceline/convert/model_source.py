@@ -7,15 +7,11 @@ its version alone, so they are kept in the user's cache folder.
 from __future__ import annotations
 
 import hashlib
-import json
-import logging
-import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import fields
-from importlib.metadata import version
 from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any
@@ -23,79 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.decoder.config import DecoderConfig, UnsupportedModelError
-from paceline.decoder.sandbox import run_in_child
-from paceline.decoder.weights import Weight, WeightsOf, is_rotated
+from paceline.convert.sandbox import run_in_child
+from paceline.convert.weights import Weight, WeightsOf
+from paceline.decoder.config import DecoderConfig, UnsupportedModelError, about
+from paceline.decoder.linear import is_rotated
+from paceline.decoder.remembered import remembered
 from paceline.formats import FLOATS
 from paceline.kernels.linear import PackedMatrix
 
-_log = logging.getLogger(__name__)
-_FORMAT = 4
-_MAX_FILES = 256
 _CHILD_SECONDS, _CHILD_MEMORY = 60.0, 8 << 30
-
-_unwritable: set[Path] = set()  # cache folders of which this was said
-
-
-def remembered(facts: tuple[object, ...], make: Callable[[], Any]) -> Any:
-    """What ``make`` returned for the same facts, now or in an earlier process: a value of JSON.
-
-    ``facts`` are all that it depends on, besides the version of transformers; each has a ``repr``
-    that shows its value. What ``make`` raises is not stored.
-    """
-    file = cache_file("configs", (_FORMAT, version("transformers"), facts))
-    with suppress(OSError, ValueError):  # it is not stored, or damaged
-        return json.loads(file.read_text(encoding="utf-8"))
-    _make_folder(file)  # and say here if it cannot be: `make` may do so in a child process
-    value = make()
-    store(file, value)
-    return value
-
-
-def cache_file(kind: str, facts: tuple[object, ...]) -> Path:
-    """The file for a value that depends on ``facts``, in the user's cache folder for its kind."""
-    key = hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
-    return cache_folder(kind) / f"{key}.json"
-
-
-def cache_folder(kind: str) -> Path:
-    """The folder for some kind of files in the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "paceline", kind)
-
-
-def store(file: Path, value: Any) -> None:
-    """Write a value as JSON, and remove the oldest files beside it, with their locks, beyond 256.
-    A failure is logged."""
-    fresh = file.with_suffix(f".{os.getpid()}")
-    if not _make_folder(file):
-        return
-    try:
-        fresh.write_text(json.dumps(value), encoding="utf-8")
-        fresh.replace(file)
-        files = sorted(file.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)
-        for old in files[:-_MAX_FILES]:
-            old.unlink(missing_ok=True)
-            old.with_suffix(".lock").unlink(missing_ok=True)
-    except OSError as error:
-        _complain(file, error)
-
-
-def _make_folder(file: Path) -> bool:
-    """Make the folder of a file in the cache; whether there is one."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError as error:
-        _complain(file, error)
-        return False
-    return True
-
-
-def _complain(file: Path, error: OSError) -> None:
-    """Say once that files of a cache folder are not stored."""
-    folder = file.parent.parent
-    level = logging.DEBUG if folder in _unwritable else logging.WARNING
-    _unwritable.add(folder)
-    _log.log(level, "%s cannot be written, so that each start takes longer: %s", folder, error)
 
 
 def remembered_by_transformers(facts: tuple[object, ...], make: Callable[[], Any]) -> Any:
@@ -114,17 +46,6 @@ def file_facts(path: Path) -> tuple[object, ...]:
     """What tells a file from a changed one without reading it."""
     found = path.stat()
     return str(path.resolve()), found.st_size, found.st_mtime_ns, found.st_ino
-
-
-@contextmanager
-def about(path: Path) -> Iterator[None]:
-    """Name a model in the errors of the body."""
-    try:
-        yield
-    except UnsupportedModelError as error:
-        if str(path) in str(error):
-            raise
-        raise UnsupportedModelError(f"{path}: {error}") from error
 
 
 class ModelSource(ABC):

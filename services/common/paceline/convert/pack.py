@@ -7,21 +7,18 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from paceline.decoder.config import DecoderConfig, UnsupportedModelError, head_order
-from paceline.decoder.families import DELTA_INPUTS, DELTA_TENSORS, FAMILIES, delta_outs
-from paceline.decoder.layer import layer_shapes
-from paceline.decoder.packed import Part
-from paceline.decoder.weights import (
-    Linear,
-    Weight,
-    WeightsOf,
-    fuse,
-    in_int8,
-    in_order,
-    is_rotated,
-    plain,
-    take,
+from paceline.convert.config import head_order
+from paceline.convert.families import (
+    DELTA_INPUTS,
+    DELTA_TENSORS,
+    FAMILIES,
+    delta_outs,
+    layer_shapes,
 )
+from paceline.convert.weights import Weight, WeightsOf, fuse, in_int8, in_order, plain, take
+from paceline.decoder.config import DecoderConfig, UnsupportedModelError
+from paceline.decoder.linear import Linear, is_rotated
+from paceline.decoder.packed import Part
 
 _EMBEDDING = "model.embed_tokens.weight"
 
@@ -32,7 +29,6 @@ class Packer:
     def __init__(
         self, config: DecoderConfig, weights: Mapping[str, Weight], device: torch.device | str
     ) -> None:
-        """Take the tensors of a model."""
         self._config, self._weights, self._device = config, weights, torch.device(device)
 
     @property
@@ -110,7 +106,7 @@ class Packer:
                     norm = self._norm(f"{base}self_attn.{name}", width)
                     parts[name] = norm if order is None else norm[order]
             names = [f"self_attn.{name}" for name in family.qkv]
-            outs = (q * (1 + family.gated), kv, kv)
+            outs = (q * (1 + config.gated), kv, kv)
             add("qkv", names, outs, hidden, config.qkv_bias, _rows_in_order(config))
             add("out", ["self_attn.o_proj"], (hidden,), q, config.o_bias)
         if config.experts:
@@ -157,7 +153,7 @@ def _rows_in_order(config: DecoderConfig) -> Tensor | None:
     """The rows of q, k and v with the dimensions of q and k in the order of the rotary table, and
     gates behind all of them."""
     order, dim = head_order(config), config.head_dim
-    gated = FAMILIES[config.model_type].gated
+    gated = config.gated
     if order is None and not gated:
         return None
     order = torch.arange(dim) if order is None else order

@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.convert.folder_files import one_line, parse_object, read_file, read_object
+from paceline.convert.model_source import file_facts, remembered_by_transformers
+from paceline.convert.sandbox import run_in_child
 from paceline.decoder.config import UnsupportedModelError
-from paceline.decoder.folder_files import one_line, parse_object, read_file, read_object
-from paceline.decoder.model_source import file_facts, remembered, remembered_by_transformers
-from paceline.decoder.sandbox import run_in_child
+from paceline.decoder.remembered import remembered
 
 _log = logging.getLogger(__name__)
 _JSON, _CONFIG = "tokenizer.json", "tokenizer_config.json"

@@ -1,7 +1,6 @@
-"""Packed models in the user's cache folder: made once, in a process with bounds, and then read.
+"""Packed models in the user's cache folder, made once, in a process with bounds.
 
-An entry is a folder: ``weights.bin`` (:mod:`paceline.decoder.packed`), ``tokenizer.json``, and
-``model.json`` with all else that a service asks of a model.
+An entry is a folder as :mod:`paceline.decoder.packed_model` reads it.
 """
 
 from __future__ import annotations
@@ -13,119 +12,80 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from time import time
-from typing import Any, BinaryIO, Self
+from typing import BinaryIO
 
 import torch
 
+import paceline.convert
+import paceline.decoder
 import paceline.kernels
-from paceline.decoder.config import DecoderConfig, UnsupportedModelError
+from paceline.convert import open_model
+from paceline.convert.folder_files import part_paths
+from paceline.convert.model_source import ModelSource, file_facts
+from paceline.convert.pack import Packer
+from paceline.convert.sandbox import Progress, run_in_child
+from paceline.decoder.config import DecoderConfig, about
 from paceline.decoder.device import map_on_cores
-from paceline.decoder.folder_files import part_paths
 from paceline.decoder.model import Decoder, config_for
-from paceline.decoder.model_source import ModelSource, about, cache_folder, file_facts
-from paceline.decoder.pack import Packer
 from paceline.decoder.packed import (
     LAYOUT,
-    PackedWeights,
     PackedWriter,
     new_memory,
-    read_header,
+)
+from paceline.decoder.packed_model import (
+    MODEL,
+    TOKENIZER,
+    WEIGHTS,
+    Description,
+    PackedModel,
+    describe,
+    digest_of,
+    read_entry,
 )
 from paceline.decoder.products import digest_of_sources
-from paceline.decoder.sandbox import run_in_child
-from paceline.decoder.sources import open_model
+from paceline.decoder.remembered import cache_folder
 
 _log = logging.getLogger(__name__)
 
-_MODEL, _WEIGHTS, _TOKENIZER, _LOCK = "model.json", "weights.bin", "tokenizer.json", "lock"
-_PARTIAL = ".partial"
+_PARTIAL, _LOCK = ".partial", "lock"
 _SUFFIXES = (".json", ".safetensors", ".gguf", ".jinja", ".model", ".txt", ".tiktoken")
 _SECONDS, _BYTES_PER_SECOND = 300.0, 5e6  # a conversion's time, besides its share of the size
 _UNUSED_SECONDS = 86400.0  # after which an entry of another version is removed
 _MEMORY, _COPIES = 6 << 30, 8  # a conversion's memory, and besides so many times the file
 
-Progress = Callable[[int, int], None]
 
+def load_decoder(
+    source: str | Path | ModelSource,
+    weights: torch.dtype | str = "auto",
+    device: torch.device | str = "cpu",
+    kv_cache_dtype: str = "auto",
+    max_context: int | None = None,
+    numerics: str = "portable",
+) -> Decoder:
+    """Pack a Hugging Face folder with safetensors weights, or a GGUF file, in memory.
 
-@dataclass(frozen=True)
-class Description:
-    """What a packed model says of itself."""
-
-    name: str  # for display
-    source: str  # folder or file that it was made of
-    lora: str  # adapter that is merged into it; empty: none
-    requested: str  # format of weights that was asked for
-    config: DecoderConfig
-    architectures: tuple[str, ...]  # names of the model's classes in transformers
-    fingerprint: str  # SHA-256 of the model, see `weights_fingerprint`
-    tokenizer_digest: str  # SHA-256; empty: it has no tokenizer
-    special_tokens: Mapping[str, str]  # texts by name
-    chat_templates: Mapping[str, str]  # Jinja, by name; the usual one is "default"
-    weights_kept: str  # in words, what is not in the format that was asked for
-    source_bytes: int  # size of the files with the weights
-    code: str  # digest of the code that has packed it
-
-    @classmethod
-    def of(cls, source: ModelSource, lora: str, requested: str) -> Self:
-        """Read a model's files, but not its weights."""
-        return cls(
-            source.name, str(source.path.resolve()), lora, requested, source.config(requested),
-            source.architectures, source.fingerprint(), source.tokenizer_digest,
-            dict(source.special_tokens), dict(source.chat_templates), "", source.weight_bytes,
-            _code(),
-        )  # fmt: skip
-
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "config": self.config.to_json()}
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Self:
-        config = DecoderConfig.from_json(fields["config"])
-        return cls(**{**fields, "config": config, "architectures": tuple(fields["architectures"])})
-
-
-@dataclass(frozen=True)
-class PackedModel:
-    """A model that a service runs."""
-
-    description: Description
-    tokenizer: bytes  # the content of a tokenizer.json; empty: it has none
-    file: BinaryIO | None  # its packed weights; None: those of `source` are packed on their device
-    source: ModelSource | None = None
-
-    @property
-    def path(self) -> Path:
-        """The folder or file that it was made of."""
-        return Path(self.description.source)
-
-    def decoder(
-        self,
-        device: torch.device | str = "cpu",
-        kv_cache_dtype: str = "auto",
-        max_context: int | None = None,
-        numerics: str = "portable",
-        *,
-        share: bool = False,
-    ) -> Decoder:
-        """Build the decoder, see :meth:`Decoder.load`; ``share``: see :class:`PackedWeights`.
-        Raises ``UnsupportedModelError`` if it cannot run on the device."""
-        with about(self.path), torch.inference_mode():
-            config = config_for(self.description.config, device, kv_cache_dtype, max_context)
-            if self.file is None:
-                assert self.source is not None
-                packer = Packer(config, self.source.weights(config, device), device)
-                return Decoder(config, packer, device, numerics)
-            parts = PackedWeights(self.file.fileno(), share=share)
-            decoder = Decoder(config, parts, device, numerics)
-            decoder.mapped_bytes = parts.mapped_bytes
-            return decoder
+    Args:
+        source: The folder or file.
+        weights: float32, bfloat16, int8, int4, or "auto" for the stored format (bfloat16 for
+            float16). int8 quantises with one scale an output over rotated inputs
+            (:mod:`paceline.kernels.rotated`), int4 in blocks of 32.
+        device: Where to run.
+        kv_cache_dtype: See :func:`config_for`, as for ``max_context`` and errors besides those of
+            :func:`open_model`.
+        max_context: Maximum length of texts; None for that of the model.
+        numerics: See :func:`numerics_for`, also for its errors.
+    """
+    model = open_model(source)
+    with about(model.path), torch.inference_mode():
+        config = config_for(model.config(weights), device, kv_cache_dtype, max_context)
+        return Decoder(config, _packer(model, config, device), device, numerics)
 
 
 def prepare(
@@ -142,7 +102,7 @@ def prepare(
 
     Args:
         path: A Hugging Face folder with safetensors weights, or a GGUF file.
-        weights: float32, bfloat16, int8, int4 or auto; see :meth:`Decoder.load`.
+        weights: float32, bfloat16, int8, int4 or auto; see :func:`load_decoder`.
         lora: Folder of an adapter that is merged into it.
         device: Where it will run.
         progress: Called with the number of layers that are packed, and of all.
@@ -155,12 +115,13 @@ def prepare(
     path, lora = Path(path), str(Path(lora).resolve()) if lora else ""
     if torch.device(device).type != "cpu":
         source = open_model(path, lora)
-        return PackedModel(Description.of(source, lora, weights), source.tokenizer, None, source)
+        description = _described(source, lora, weights)
+        return PackedModel(description, source.tokenizer, None, lambda *at: _packer(source, *at))
     if not path.exists():
         open_model(path)  # raises
     entry = _entry(path, weights, lora, _code())
     with suppress(OSError, ValueError):
-        return _read(entry)
+        return read_entry(entry)
     try:
         return _make(entry, path, weights, lora, progress)
     except OSError as error:
@@ -171,6 +132,20 @@ def prepare(
         )  # fmt: skip
     file = os.fdopen(new_memory(), "r+b")
     return PackedModel(*_pack_in_child(path, weights, lora, file, progress), file)
+
+
+def _packer(source: ModelSource, config: DecoderConfig, device: torch.device | str) -> Packer:
+    return Packer(config, source.weights(config, device), device)
+
+
+def _described(source: ModelSource, lora: str, requested: str) -> Description:
+    """Read a model's files, but not its weights."""
+    return Description(
+        source.name, str(source.path.resolve()), lora, requested, source.config(requested),
+        source.architectures, source.fingerprint(), source.tokenizer_digest,
+        dict(source.special_tokens), dict(source.chat_templates), "", source.weight_bytes,
+        _code(),
+    )  # fmt: skip
 
 
 def convert(
@@ -205,77 +180,9 @@ def packed_models() -> list[Entry]:
     entries = []
     for folder in _entries():
         with suppress(OSError, ValueError):  # a damaged one is made again, or swept
-            used = (folder / _MODEL).stat().st_mtime
-            entries.append(Entry(folder, _describe(folder), _size(folder), used))
+            used = (folder / MODEL).stat().st_mtime
+            entries.append(Entry(folder, describe(folder), _size(folder), used))
     return sorted(entries, key=lambda entry: -entry.used)
-
-
-def remove_packed(folder: Path) -> None:
-    """Remove an entry; services that run keep its file open. Raises ``OSError``."""
-    shutil.rmtree(folder)
-
-
-def is_converted(path: Path) -> bool:
-    """Whether a folder looks like one that :func:`convert` has written."""
-    return (path / _MODEL).is_file()
-
-
-def read_converted(
-    path: Path, weights: str = "auto", lora: str | Path | None = None
-) -> PackedModel:
-    """Read a folder that :func:`convert` has written.
-
-    Its content is trusted, so it must not be named by callers of a service. Raises
-    ``UnsupportedModelError`` if it is damaged, older than this version, or of other ``weights`` or
-    another adapter.
-    """
-    try:
-        model = _read(path)
-    except (OSError, ValueError) as error:
-        raise UnsupportedModelError(
-            f"{path} cannot be used: {error}; make it again with `paceline convert`"
-        ) from error
-    has = model.description.config.weights
-    if lora or weights not in ("auto", has):
-        asked = f"with the adapter {lora}" if lora else f"as {weights!r}"
-        raise UnsupportedModelError(
-            f"{path} was packed as {has!r}, and is asked for {asked}: give what it was made of, "
-            f"{model.description.source}"
-        )
-    return model
-
-
-def _read(entry: Path) -> PackedModel:
-    """Read an entry. Raises ``OSError`` if there is none, ``ValueError`` if it is damaged or older
-    than this version."""
-    description = _describe(entry)
-    tokenizer = (entry / _TOKENIZER).read_bytes()
-    if description.tokenizer_digest != (hashlib.sha256(tokenizer).hexdigest() if tokenizer else ""):
-        raise ValueError("its tokenizer.json is damaged")
-    file = (entry / _WEIGHTS).open("rb")
-    try:
-        read_header(file.fileno())
-    except BaseException:
-        file.close()
-        raise
-    with suppress(OSError):  # of a folder that is only read
-        os.utime(entry / _MODEL)
-    return PackedModel(description, tokenizer, file)
-
-
-def _describe(entry: Path) -> Description:
-    """Read the description of an entry. Raises ``ValueError`` if it is damaged."""
-    try:
-        stored = json.loads((entry / _MODEL).read_text(encoding="utf-8"))
-        if stored["digest"] != _digest(stored["model"]):
-            raise ValueError("model.json is damaged")
-        return Description.from_json(stored["model"])
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"model.json is damaged, or of another version: {error}") from error
-
-
-def _digest(fields: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def _make(entry: Path, path: Path, weights: str, lora: str, progress: Progress) -> PackedModel:
@@ -285,14 +192,14 @@ def _make(entry: Path, path: Path, weights: str, lora: str, progress: Progress) 
     with _locked(partial):
         try:
             with suppress(OSError, ValueError):
-                return _read(entry)  # another process has made it
+                return read_entry(entry)  # another process has made it
             shutil.rmtree(entry, ignore_errors=True)
             _sweep()
             _write(partial, path, weights, lora, progress)
             partial.rename(entry)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-    model = _read(entry)
+    model = read_entry(entry)
     size = _size(entry) / 1e9
     _log.info("%s is packed: %.2f GB in %s, which `paceline models` lists", path, size, entry)
     return model
@@ -318,12 +225,12 @@ def _locked(partial: Path) -> Iterator[None]:
 
 def _write(folder: Path, path: Path, weights: str, lora: str, progress: Progress) -> None:
     """Pack a model into a folder. Raises ``OSError`` if it cannot be written."""
-    with (folder / _WEIGHTS).open("wb") as file:
+    with (folder / WEIGHTS).open("wb") as file:
         description, tokenizer = _pack_in_child(path, weights, lora, file, progress)
-    (folder / _TOKENIZER).write_bytes(tokenizer)
+    (folder / TOKENIZER).write_bytes(tokenizer)
     fields = json.loads(json.dumps(description.to_json()))
-    stored = {"digest": _digest(fields), "model": fields}
-    (folder / _MODEL).write_text(json.dumps(stored, indent=1), encoding="utf-8")
+    stored = {"digest": digest_of(fields), "model": fields}
+    (folder / MODEL).write_text(json.dumps(stored, indent=1), encoding="utf-8")
 
 
 def _pack_in_child(
@@ -351,9 +258,9 @@ def _pack(
     """Write the packed weights of a model; returns all else."""
     source = open_model(path, lora)
     with about(source.path), torch.inference_mode():
-        described = Description.of(source, lora, weights)
+        described = _described(source, lora, weights)
         config = described.config
-        packer, writer = Packer(config, source.weights(config), "cpu"), PackedWriter(file)
+        packer, writer = _packer(source, config, "cpu"), PackedWriter(file)
         writer.add_outer(packer.outer())
         done = iter(range(1, config.layers + 1))
 
@@ -378,7 +285,8 @@ def _entry(path: Path, weights: str, lora: str, code: str) -> Path:
 @cache
 def _code() -> str:
     """A digest of the code that packs."""
-    folders = (Path(__file__).parent, Path(paceline.kernels.__file__).parent)
+    packages = (paceline.convert, paceline.decoder, paceline.kernels)
+    folders = (Path(str(package.__file__)).parent for package in packages)
     return " ".join(map(digest_of_sources, folders))
 
 
@@ -408,9 +316,9 @@ def _sweep() -> None:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     stale = True
                 else:
-                    it = _describe(entry)
+                    it = describe(entry)
                     stale = entry != _entry(Path(it.source), it.requested, it.lora, it.code)
-                    unused = time() - (entry / _MODEL).stat().st_mtime > _UNUSED_SECONDS
+                    unused = time() - (entry / MODEL).stat().st_mtime > _UNUSED_SECONDS
                     stale = stale or (it.code != _code() and unused)
             except BlockingIOError:  # a process is at it
                 continue

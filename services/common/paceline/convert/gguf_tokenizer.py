@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from paceline.convert.gguf_file import GgufArray, GgufFile
 from paceline.decoder.config import UnsupportedModelError
-from paceline.decoder.gguf_file import GgufArray, GgufFile
 
 _log = logging.getLogger(__name__)
 _KEY = "tokenizer.ggml."

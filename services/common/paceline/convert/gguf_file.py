@@ -20,8 +20,8 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from gguf.quants import Q4_K, dequantize
 from torch import Tensor
 
+from paceline.convert.folder_files import part_paths
 from paceline.decoder.config import UnsupportedModelError
-from paceline.decoder.folder_files import part_paths
 from paceline.kernels.quantised import (
     QUANT_BLOCK,
     QuantisedMatrix,

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from paceline.convert.weights import Checkpoint, Tensors, Weight
 from paceline.decoder.config import UnsupportedModelError
-from paceline.decoder.weights import Checkpoint, Linear, Tensors, Weight
-from paceline.kernels import MAX_EXPERTS, kernels_for
+from paceline.kernels import MAX_EXPERTS
 from paceline.kernels.quantised import check_finite, mxfp4
 
 # Name fragments of folders with mixtures of experts, and the names that are used here.
@@ -76,7 +75,6 @@ class ExpertTensors(Tensors[Weight]):
                     self._names[f"{layer}.{expert}.{each}.{tail}"] = place
 
     def _count(self, stored: str) -> int:
-        """The experts of a tensor."""
         shape = self._folder.mapped(stored).shape
         if not shape or shape[0] > MAX_EXPERTS:
             raise UnsupportedModelError(
@@ -126,38 +124,3 @@ class ExpertTensors(Tensors[Weight]):
         if part.half is None:
             return outputs
         return outputs[part.half :: 2] if self._interleaved else outputs.chunk(2)[part.half]
-
-
-class Experts:
-    """The linear layers of the experts of a layer, see
-    :class:`~paceline.kernels.program.ExpertMatrices`."""
-
-    def __init__(self, experts: Sequence[Linear]) -> None:
-        """Take the layers, which have one shape."""
-        self.experts = experts  # the matrix of each expert
-        self._stacked: Tensor | None = None
-        self._bias: Tensor | None = None
-        weight = experts[0].weight
-        if isinstance(weight, Tensor) and weight.device.type != "cpu":
-            self.stack()
-
-    def stack(self) -> None:
-        """Make the layers views of one tensor, for products that run all experts in one call."""
-        weights, biases = zip(*((each.weight, each.bias) for each in self.experts), strict=True)
-        self._stacked = torch.stack(weights)
-        self._bias = None if biases[0] is None else torch.stack(biases).to(weights[0].dtype)
-        self.experts = [Linear(*each) for each in zip(self._stacked, biases, strict=True)]
-
-    def __call__(self, x: Tensor, chosen: Tensor) -> Tensor:
-        """``[slots, in]`` to ``[slots, out]``, each by its expert: int64 ``[slots]``, rising.
-
-        On a GPU the shapes of all calculations depend on the number of slots alone.
-        """
-        if self._stacked is not None:
-            multiply = kernels_for(x.device).multiply_by_experts
-            return multiply(x, self._stacked, self._bias, chosen)
-        numbers = torch.arange(len(self.experts), device=x.device)
-        ends = torch.searchsorted(chosen, numbers, right=True)
-        counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
-        parts = zip(self.experts, x.split(counts), strict=True)
-        return torch.cat([expert(part) for expert, part in parts if len(part)])

@@ -15,10 +15,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from paceline.decoder.config import DecoderConfig, UnsupportedModelError, decoder_config
-from paceline.decoder.experts import ExpertTensors
-from paceline.decoder.families import FAMILIES
-from paceline.decoder.folder_files import (
+from paceline.convert.config import decoder_config
+from paceline.convert.experts import ExpertTensors
+from paceline.convert.families import FAMILIES
+from paceline.convert.folder_files import (
     check_fields,
     one_line,
     part_paths,
@@ -27,10 +27,11 @@ from paceline.decoder.folder_files import (
     read_text,
     token_ids,
 )
-from paceline.decoder.folder_tokenizer import FolderTokenizer, folder_tokenizer
-from paceline.decoder.lora import LoraModel
-from paceline.decoder.model_source import ModelSource, file_facts
-from paceline.decoder.weights import Checkpoint, fingerprint_files, plain, weight_files
+from paceline.convert.folder_tokenizer import FolderTokenizer, folder_tokenizer
+from paceline.convert.lora import LoraModel
+from paceline.convert.model_source import ModelSource, file_facts
+from paceline.convert.weights import Checkpoint, fingerprint_files, plain, weight_files
+from paceline.decoder.config import DecoderConfig, UnsupportedModelError
 
 _log = logging.getLogger(__name__)
 
@@ -160,7 +161,7 @@ class ModelFolder(ModelSource):
         if found:
             return found
         for name in ("tokenizer_config.json", "chat_template.json"):
-            template = self._read_json(name).get("chat_template")
+            template = read_object(self.path / name).get("chat_template")
             if isinstance(template, list):  # several named ones
                 pairs = [
                     (entry.get("name"), entry.get("template"))
@@ -174,9 +175,9 @@ class ModelFolder(ModelSource):
 
     @cached_property
     def special_tokens(self) -> Mapping[str, str]:
-        config = self._read_json("tokenizer_config.json")
+        config = read_object(self.path / "tokenizer_config.json")
         if "added_tokens_decoder" not in config:  # of an older transformers
-            config |= self._read_json("special_tokens_map.json")
+            config |= read_object(self.path / "special_tokens_map.json")
         named = {key: value for key, value in config.items() if key.endswith("_token")}
         if isinstance(further := config.get("extra_special_tokens"), dict):
             named |= further
@@ -194,9 +195,6 @@ class ModelFolder(ModelSource):
         for volatile in ("transformers_version", "_name_or_path", "torch_dtype", "dtype"):
             config.pop(volatile, None)
         return fingerprint_files(json.dumps(config, sort_keys=True).encode(), self.files())
-
-    def _read_json(self, name: str) -> dict[str, Any]:
-        return read_object(self.path / name)
 
     def _read(self, name: str) -> bytes:
         return read_file(self.path / name)
@@ -277,7 +275,7 @@ def open_model(path: str | Path | ModelSource, lora: str | Path | None = None) -
 @lru_cache(maxsize=4)
 def _gguf_model(path: Path, facts: tuple[object, ...]) -> ModelSource:
     """A GGUF file, whose metadata take longer to read than those of a folder."""
-    from paceline.decoder.gguf import GgufModel
+    from paceline.convert.gguf import GgufModel
 
     return GgufModel(path)
 

@@ -1,0 +1,281 @@
+"""The decoder's configuration from one of transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.convert.families import FAMILIES, Family
+from paceline.decoder.config import DecoderConfig, UnsupportedModelError
+from paceline.formats import FLOATS, WEIGHTS
+from paceline.kernels import MAX_EXPERTS
+
+SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn", "longrope")
+_FLOATS: dict[str, torch.dtype] = {name: getattr(torch, name) for name in FLOATS}
+# A format of stored weights: experts in 8-bit blocks of the same values, the rest in `dtype`.
+MXFP4 = "mxfp4"
+
+
+def decoder_config(
+    hf: Any,
+    eos_token_ids: tuple[int, ...],
+    weights: torch.dtype | str,
+    stored: str | None = None,
+) -> DecoderConfig:
+    """The decoder's configuration from one of transformers.
+
+    Args:
+        hf: The transformers config.
+        eos_token_ids: Tokens that end a text.
+        weights: One of ``WEIGHTS``, or a torch type.
+        stored: Format of the weights as they are stored; None: that of the model's type.
+
+    Raises:
+        UnsupportedModelError: Architecture, feature or format that is not supported.
+    """
+    requested = str(weights).removeprefix("torch.")
+    if requested not in WEIGHTS:
+        raise UnsupportedModelError(
+            f"weights are {requested!r}, expected one of {', '.join(WEIGHTS)}"
+        )
+    _refuse_unsupported(hf)
+    family, attention_bias = FAMILIES[hf.model_type], bool(getattr(hf, "attention_bias", False))
+    inv_freq, rope_scaling = rope_frequencies(hf)
+    windows = _windows(hf, family)
+    try:
+        switches = family.switches(hf)
+    except ValueError as error:
+        raise UnsupportedModelError(str(error)) from error
+    if family.local_rope:
+        local, _ = rope_frequencies(hf, "sliding_attention")
+        ropes = tuple(int(window is not None) for window in windows)
+        switches |= {"ropes": ropes, "rope_local": tuple(local.tolist())}
+    if family.experts:
+        switches |= _experts(hf)
+    if rope_parameters(hf).get("rope_type") == "longrope":
+        original = rope_parameters(hf).get("original_max_position_embeddings")
+        if not isinstance(original, int):
+            raise UnsupportedModelError(
+                f"original_max_position_embeddings of longrope is {original!r}, expected a number"
+            )
+        short, _ = rope_frequencies(hf, context=original)
+        switches |= {"rope_short": tuple(short.tolist()), "rope_short_context": original}
+    dtype = _dtype(hf, requested)
+    own = stored or _quantisation(hf) or str(dtype).removeprefix("torch.")
+    return DecoderConfig(
+        model_type=hf.model_type,
+        layers=hf.num_hidden_layers,
+        hidden=hf.hidden_size,
+        intermediate=getattr(hf, "moe_intermediate_size", None) or hf.intermediate_size,
+        q_heads=hf.num_attention_heads,
+        kv_heads=hf.num_key_value_heads,
+        head_dim=_head_dim(hf),
+        vocab_size=hf.vocab_size,
+        max_position=_context(hf, family),
+        norm_eps=hf.rms_norm_eps,
+        rope_inv_freq=tuple(inv_freq.tolist()),
+        rope_scaling=rope_scaling,
+        windows=windows,
+        qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+        o_bias=attention_bias if family.o_bias is None else family.o_bias,
+        mlp_bias=bool(getattr(hf, "mlp_bias", False))
+        if family.mlp_bias is None
+        else family.mlp_bias,
+        qk_norm=bool(family.qk_norm),
+        tied=bool(hf.tie_word_embeddings),
+        eos_token_ids=eos_token_ids,
+        bos_token_id=hf.bos_token_id,
+        dtype=dtype,
+        kv_dtype=dtype,
+        weights=own if requested == "auto" else requested,
+        norm_offset=family.norm_offset,
+        gelu=_activation(hf) != "silu",
+        gated=family.gated,
+        **switches,
+    )
+
+
+def _context(hf: Any, family: Family) -> int:
+    """The longest text of a model. Frequencies that are divided by a factor make it longer, as vLLM
+    has it: YaRN's to the factor times the original length, whatever the config names besides;
+    linear ones to the factor times the length. Gemma's configs name the longer one."""
+    found = rope_parameters(hf)
+    kind, context = found.get("rope_type", "default"), hf.max_position_embeddings
+    if kind == "yarn":
+        context = found.get("original_max_position_embeddings") or context
+    elif kind != "linear" or family.local_rope:
+        return int(context)
+    return int(context * float(found.get("factor") or 1.0))
+
+
+def _experts(hf: Any) -> dict[str, Any]:
+    """The fields of a mixture of experts."""
+    experts = getattr(hf, "num_local_experts", None) or hf.num_experts
+    used = hf.num_experts_per_tok
+    numbers = isinstance(used, int) and isinstance(experts, int)
+    if not numbers or not 1 <= used <= experts <= MAX_EXPERTS:
+        raise UnsupportedModelError(
+            f"num_experts_per_tok is {used} of {experts} experts, expected 1 or more of at most "
+            f"{MAX_EXPERTS}"
+        )
+    if getattr(hf, "mlp_only_layers", None) or getattr(hf, "decoder_sparse_step", 1) != 1:
+        raise UnsupportedModelError(
+            "layers without experts are not supported in a mixture of experts; expected "
+            "mlp_only_layers [] and decoder_sparse_step 1"
+        )
+    return {
+        "experts": experts,
+        "experts_per_token": used,
+        "norm_topk_prob": bool(getattr(hf, "norm_topk_prob", True)),
+    }
+
+
+def _refuse_unsupported(hf: Any) -> None:
+    if hf.model_type not in FAMILIES:
+        raise UnsupportedModelError(
+            f"model type {hf.model_type!r} is not supported, expected one of {sorted(FAMILIES)}"
+        )
+    if _activation(hf) not in ("silu", "gelu_pytorch_tanh"):
+        raise UnsupportedModelError(
+            f"activation {_activation(hf)!r} is not supported, expected 'silu' or "
+            "'gelu_pytorch_tanh'"
+        )
+    if getattr(hf, "swiglu_alpha", 1.702) != 1.702:
+        raise UnsupportedModelError(f"swiglu_alpha is {hf.swiglu_alpha}, expected 1.702")
+    if getattr(hf, "use_bidirectional_attention", False):
+        raise UnsupportedModelError("attention in both directions is not supported")
+    check_rope(hf, partial=FAMILIES[hf.model_type].partial_rope)
+    if _quantisation(hf) not in ("", MXFP4):
+        raise UnsupportedModelError(
+            f"checkpoints quantised by {_quantisation(hf)!r} are not supported; use a float32 or "
+            f"bfloat16 one, one in {MXFP4}, or a GGUF file"
+        )
+    if hf.num_attention_heads % hf.num_key_value_heads:
+        raise UnsupportedModelError(
+            f"{hf.num_attention_heads} query heads are not a multiple of "
+            f"{hf.num_key_value_heads} kv heads"
+        )
+
+
+def _quantisation(hf: Any) -> str:
+    """The method by which a checkpoint is quantised, "" if it is not."""
+    found = getattr(hf, "quantization_config", None) or {}
+    return str(found.get("quant_method", "unknown")) if found else ""
+
+
+def _activation(hf: Any) -> str:
+    return str(getattr(hf, "hidden_activation", None) or hf.hidden_act)
+
+
+def rope_parameters(hf: Any, layers: str = "full_attention") -> dict[str, Any]:
+    """``rope_parameters`` of a transformers config, of one kind of layers if there are several."""
+    found = hf.rope_parameters
+    return dict(found.get(layers, found))
+
+
+def check_rope(hf: Any, *, partial: bool = True) -> None:
+    """Refuse rotary embeddings that :func:`rope_frequencies` does not support, and, unless
+    ``partial``, those that leave dimensions of a head as they are. Raises
+    ``UnsupportedModelError``: it is one."""
+    for layers in ("full_attention", "sliding_attention"):
+        rope_type = rope_parameters(hf, layers).get("rope_type", "default")
+        if rope_type not in SUPPORTED_ROPE:
+            raise UnsupportedModelError(
+                f"rope type {rope_type!r} is not supported, expected one of {SUPPORTED_ROPE}"
+            )
+    if not partial and _rotary_width(hf) != _head_dim(hf):
+        raise UnsupportedModelError(
+            f"partial rotary embeddings are not supported in models of type {hf.model_type!r}"
+        )
+
+
+def _head_dim(hf: Any) -> int:
+    return int(getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads)
+
+
+def _rotary_width(hf: Any) -> int:
+    """Dimensions of a head that are turned."""
+    return int(_head_dim(hf) * float(rope_parameters(hf).get("partial_rotary_factor", 1.0)))
+
+
+def rope_frequencies(
+    hf: Any, layers: str = "full_attention", context: int | None = None
+) -> tuple[Tensor, float]:
+    """Inverse frequencies of the rotary embedding after scaling, and the factor on cos and sin.
+
+    Frequencies of "longrope" depend on the length of a text in transformers. Here they must not:
+    those of long texts are used if the context is longer than the original one.
+
+    Args:
+        hf: A transformers config.
+        layers: A kind of layers, where the config has rotary embeddings by kind.
+        context: Maximum length of texts; None: that of the model.
+
+    Returns:
+        float32 ``[head_dim / 2]``, with 0 for dimensions that are not turned, and the factor, which
+        is 1 except for YaRN and "longrope".
+    """
+    found = rope_parameters(hf, layers)
+    kind, width = found.get("rope_type", "default"), _rotary_width(hf)
+    scaling = 1.0
+    if kind == "default":
+        exponents = torch.arange(0, width, 2, dtype=torch.float64) / width
+        inv_freq = (1.0 / found["rope_theta"] ** exponents).float()
+    else:
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        by_kind: dict[str, Any] = {"layer_type": layers} if layers in hf.rope_parameters else {}
+        if kind == "longrope":
+            by_kind["seq_len"] = context or hf.max_position_embeddings
+        inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](hf, **by_kind)
+    return torch.nn.functional.pad(inv_freq, (0, (_head_dim(hf) - width) // 2)), float(scaling)
+
+
+def head_order(config: DecoderConfig) -> Tensor | None:
+    """Dimensions of a head in the order of :class:`Rope`, int64 ``[head_dim]``; None: as they are.
+
+    The table turns dimensions half a head apart. Where a model turns others, the rows of its q and
+    k projections are put in this order, which does not change a score.
+    """
+    turned = 2 * sum(each != 0.0 for each in config.rope_inv_freq)
+    neighbours = FAMILIES[config.model_type].neighbours
+    if turned == config.head_dim and not neighbours:
+        return None
+    dims, rest = torch.arange(turned), torch.arange(turned, config.head_dim)
+    low, high = (dims[::2], dims[1::2]) if neighbours else dims.chunk(2)
+    return torch.cat([low, rest[: len(rest) // 2], high, rest[len(rest) // 2 :]])
+
+
+def _windows(hf: Any, family: Family) -> tuple[int | None, ...]:
+    window = getattr(hf, "sliding_window", None)
+    kinds = None if family.layer_types else getattr(hf, "layer_types", None)
+    if kinds is None:
+        sliding = family.layer_types == "sliding" and window
+        kinds = ["sliding_attention" if sliding else "full_attention"] * hf.num_hidden_layers
+    known = {"full_attention", "sliding_attention", *(["linear_attention"] if family.gated else [])}
+    unknown = set(kinds) - known
+    if unknown or len(kinds) != hf.num_hidden_layers:
+        raise UnsupportedModelError(
+            f"layer types {sorted(set(kinds))} for {hf.num_hidden_layers} layers are not "
+            "supported, expected 'full_attention' or 'sliding_attention' for each"
+        )
+    if "sliding_attention" not in kinds:
+        return (None,) * len(kinds)
+    if not window:
+        raise UnsupportedModelError("the config has sliding_attention layers but no sliding_window")
+    return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _dtype(hf: Any, weights: str) -> torch.dtype:
+    """The type that ``weights`` names, otherwise the model's own; bfloat16 for float16."""
+    if weights in _FLOATS:
+        return _FLOATS[weights]
+    own = str(getattr(hf, "dtype", None) or torch.float32).removeprefix("torch.")
+    found = _FLOATS.get("bfloat16" if own == "float16" else own)
+    if found is None:
+        raise UnsupportedModelError(
+            f"the model's dtype {own!r} is not supported, expected {', '.join(_FLOATS)} or float16"
+        )
+    return found
