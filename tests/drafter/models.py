@@ -27,7 +27,6 @@ from transformers import (
 from paceline.convert import load_config, load_decoder
 from paceline.convert.weights import Checkpoint
 from paceline.decoder import Decoder, LocalCache
-from paceline.decoder.sampling import sampling_params
 from paceline.drafter.growth.text import chain_blocks
 from paceline.drafter.kv import KvGone
 from paceline.drafter.kv.reader import StreamingReader
@@ -53,9 +52,10 @@ from paceline.kernels import (
     plan_trees,
     streaming,
 )
+from paceline.sampling import Sampling
+from paceline.text import sampling_params
 from paceline.train.acceptance import RecordedKv, RecordedStates
 from paceline.tree import TokenTree
-from paceline.v1 import sampling_pb2
 
 VOCAB = 96
 
@@ -72,18 +72,18 @@ _SHAPE: dict[str, Any] = {
     "initializer_range": 0.3,
 }
 
-GREEDY = sampling_pb2.SamplingParams()
+GREEDY = Sampling()
 SAMPLINGS = {
     "greedy": GREEDY,
-    "T=1": sampling_pb2.SamplingParams(temperature=1.0, seed=2**63 + 5),
-    "filtered": sampling_pb2.SamplingParams(
+    "T=1": Sampling(temperature=1.0, seed=2**63 + 5),
+    "filtered": Sampling(
         temperature=0.7, top_p=0.9, top_k=20, min_p=0.01, seed=3
     ),
-    "penalised": sampling_pb2.SamplingParams(
+    "penalised": Sampling(
         temperature=0.9, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2,
         logit_bias={4: 2.0, 5: -3.0}, seed=9,
     ),
-    "greedy penalised": sampling_pb2.SamplingParams(repetition_penalty=1.5, logit_bias={7: 1.0}),
+    "greedy penalised": Sampling(repetition_penalty=1.5, logit_bias={7: 1.0}),
 }  # fmt: skip
 
 
@@ -180,7 +180,7 @@ def start(
     drafter: Any,
     text: Sequence[int],
     source: Any = None,
-    sampling: sampling_pb2.SamplingParams = GREEDY,
+    sampling: Sampling = GREEDY,
 ) -> Any:
     """Starts a generation of a prompt; `source` is the target's KV, or its hidden states."""
     field = "states" if drafter.needs.hidden_state_layers else "kv"
@@ -313,9 +313,7 @@ def target_kv(target: Path, config: LongSpecConfig, text: Sequence[int]) -> Fake
 class Oracle:
     """The model as the target: one token at a time, each by a forward pass over the whole text."""
 
-    def __init__(
-        self, drafter: Any, prompt: Sequence[int], sampling: sampling_pb2.SamplingParams
-    ) -> None:
+    def __init__(self, drafter: Any, prompt: Sequence[int], sampling: Sampling) -> None:
         self.text = list(prompt)
         self.prompt = len(prompt)
         self.drafter = drafter
@@ -348,7 +346,7 @@ Adjustment = Callable[[tuple[int, ...], torch.Tensor], torch.Tensor]
 
 def beam_search(
     text: list[int],
-    sampling: sampling_pb2.SamplingParams,
+    sampling: Sampling,
     widths: Sequence[int],
     logits_after: LogitsAfter,
     adjust: Adjustment = lambda path, logs: logs,
@@ -398,7 +396,7 @@ class DenseLm:
         self,
         text: list[int],
         source: None,
-        sampling: sampling_pb2.SamplingParams,
+        sampling: Sampling,
         widths: Sequence[int],
     ) -> dict[tuple[int, ...], float]:
         """See :func:`beam_search`."""
@@ -477,7 +475,7 @@ class DenseLongSpec(_Dense):
         self,
         text: list[int],
         kv: FakeKv,
-        sampling: sampling_pb2.SamplingParams,
+        sampling: Sampling,
         widths: Sequence[int],
     ) -> dict[tuple[int, ...], float]:
         """See :func:`beam_search`."""
@@ -541,7 +539,7 @@ class DenseDSpark(_Dense):
         self,
         text: list[int],
         states: FakeStates,
-        sampling: sampling_pb2.SamplingParams,
+        sampling: Sampling,
         widths: Sequence[int],
     ) -> dict[tuple[int, ...], float]:
         """See :func:`beam_search`."""
@@ -599,7 +597,7 @@ class DenseFeedback(_Dense):
         self,
         text: list[int],
         states: FakeStates,
-        sampling: sampling_pb2.SamplingParams,
+        sampling: Sampling,
         widths: Sequence[int],
     ) -> dict[tuple[int, ...], float]:
         """See :func:`beam_search`."""

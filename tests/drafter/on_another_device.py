@@ -18,7 +18,6 @@ from torch import Tensor
 from paceline.bench.reference import ReferenceKernels
 from paceline.convert import load_decoder
 from paceline.decoder import Decoder
-from paceline.decoder.sampling import sampling_params
 from paceline.drafter.growth import beam
 from paceline.drafter.growth.beam import Ranked, Ranker
 from paceline.drafter.kv.reader import StateReader
@@ -38,6 +37,7 @@ from paceline.drafter.methods.target_drafter import weight_bits
 from paceline.kernels import devices, send
 from paceline.kernels.quantised import quantise
 from paceline.kernels.rotated import RotatedMatrix
+from paceline.text import sampling_params
 from paceline.tree import TokenTree
 
 sys.path.insert(0, str(Path(__file__).parent.parent))

@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from paceline.decoder.sampling import sampling_params
 from paceline.drafter.methods.base import Budget, DraftSequence, Update
 from paceline.kernels import History, Proposal, filter_logits
+from paceline.sampling import Sampling
+from paceline.text import sampling_params
 from paceline.tree import TokenTree
-from paceline.v1 import sampling_pb2
 
 from .conftest import drafting
 from .models import (
@@ -27,12 +27,8 @@ from .models import (
     write_model,
 )
 
-REJECTION = sampling_pb2.SamplingParams(
-    temperature=0.9,
-    top_p=0.95,
-    repetition_penalty=1.2,
-    seed=77,
-    mode=sampling_pb2.ACCEPTANCE_MODE_REJECTION,
+REJECTION = Sampling(
+    temperature=0.9, top_p=0.95, repetition_penalty=1.2, seed=77, acceptance="rejection"
 )
 
 
@@ -42,7 +38,7 @@ def check_draws(tree: TokenTree, text: list[int], candidates: int) -> None:
     assert len(tree.proposals) == len(tree)
     for place, (token, proposal) in enumerate(zip(tree.tokens, tree.proposals, strict=True)):
         assert len(proposal.tokens) <= candidates
-        assert proposal.draw(REJECTION.seed, len(text) + place) == token
+        assert proposal.draw(REJECTION.key, len(text) + place) == token
         assert tree.confidences[place] == pytest.approx((1 + proposal.peak) / 2)
         assert Proposal.checked(proposal.tokens.tolist(), proposal.probabilities.tolist())
 
@@ -108,7 +104,7 @@ def test_dspark_draws_with_its_heads(tmp_path: Path) -> None:
             logits, confidence = dense.after(hidden, [text[-1], *path])
         history = History(text, path)
         assert_truncated(proposal, filter_logits(logits, sampling_params(REJECTION), history))
-        assert proposal.draw(REJECTION.seed, len(text) + place) == tree.tokens[place]
+        assert proposal.draw(REJECTION.key, len(text) + place) == tree.tokens[place]
         assert tree.confidences[place] == pytest.approx(math.exp(confidence), rel=1e-3)
 
 
@@ -116,7 +112,7 @@ async def test_every_method_answers_with_chains() -> None:
     """Methods that do not sample, too: their tokens have probability 1."""
     async with drafting("ngram,continuations=4,min_survival=0") as service:
         tokens = [*([1, 2, 3] * 3), 1, 2, 4, 1, 2]
-        for sampling, branches in ((None, True), (REJECTION, False)):
+        for sampling, branches in ((None, True), (REJECTION.to_proto(), False)):
             text = await service.open(tokens, sampling=sampling)
             answer = await text.round()
             tree = TokenTree.from_proto(answer.tree)

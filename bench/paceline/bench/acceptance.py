@@ -25,9 +25,9 @@ from paceline.convert import ModelSource, load_decoder, open_model
 from paceline.decoder import Decoder
 from paceline.drafter import Drafter, DrafterSpec, Resources
 from paceline.drafter.methods import method_class
+from paceline.sampling import Sampling
 from paceline.train.acceptance import TargetRecording, record, rounds
 from paceline.tree import accepted_tokens
-from paceline.v1 import sampling_pb2
 
 
 @dataclass
@@ -107,7 +107,7 @@ def write_answer(
     layers: set[int],
 ) -> TargetRecording:
     """The target's answer up to the token that ends it."""
-    sampling = sampling_pb2.SamplingParams(temperature=heat, seed=seed)
+    sampling = Sampling(temperature=heat, seed=seed)
     recording = record(target, prompt, tokens, sampling, layers)
     ends = set(source.config().eos_token_ids)
     answer = recording.continuation

@@ -1,14 +1,26 @@
-"""The text of one sequence, which the verifier, its sources and its plug-in for vLLM share."""
+"""The text of one sequence, which the verifier, its sources and its plug-in for vLLM share, and its
+sampling parameters for the kernels."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from typing import Any
 
 from paceline.kernels import SamplingParams
+from paceline.sampling import Sampling
 from paceline.v1 import sampling_pb2
 
 _GREEDY = SamplingParams(temperature=0.0)
+
+
+def sampling_params(sampling: Sampling) -> SamplingParams:
+    """Convert sampling parameters for the kernels: verifier and drafter must sample alike."""
+    bias = tuple(sorted((sampling.logit_bias or {}).items()))
+    own: dict[str, Any] = {"logit_bias": bias, "rejection": sampling.rejects}
+    names = {field.name for field in fields(SamplingParams)} - own.keys()
+    return SamplingParams(**own, **{name: getattr(sampling, name) for name in names})
 
 
 class Text:

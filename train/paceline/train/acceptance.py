@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from paceline.decoder import Decoder, LocalCache
-from paceline.decoder.sampling import sampling_params
 from paceline.drafter.growth.text import chain_blocks
 from paceline.drafter.kv.reader import StateReader, StreamingReader
 from paceline.drafter.methods.base import Budget, Drafter, GenerationInfo, Update
 from paceline.kernels import plan_trees
+from paceline.sampling import Sampling
+from paceline.text import sampling_params
 from paceline.train.own_text import Task, write_texts
 from paceline.tree import TokenTree, accepted_tokens
-from paceline.v1 import sampling_pb2
 
-GREEDY = sampling_pb2.SamplingParams()
+GREEDY = Sampling()
 _PREFILL = 1024  # tokens of a forward pass
 
 
@@ -78,8 +78,8 @@ class Recording:
     seed: int = 0
 
     @property
-    def sampling(self) -> sampling_pb2.SamplingParams:
-        return sampling_pb2.SamplingParams(temperature=self.temperature, seed=self.seed)
+    def sampling(self) -> Sampling:
+        return Sampling(temperature=self.temperature, seed=self.seed)
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class TargetRecording:
     tokens: list[int]  # prompt and continuation
     prompt_length: int  # number of prompt tokens
     vocab_size: int  # number of token ids of the target
-    sampling: sampling_pb2.SamplingParams  # sampling parameters of the continuation
+    sampling: Sampling  # sampling parameters of the continuation
     cache: LocalCache  # KV of all tokens but the last
     # Outputs of the recorded layers at the same positions, by layer, `[S, hidden]`.
     states: Mapping[int, Tensor] = field(default_factory=dict)
@@ -103,7 +103,7 @@ def record(
     target: Decoder,
     prompt: Sequence[int],
     count: int,
-    sampling: sampling_pb2.SamplingParams = GREEDY,
+    sampling: Sampling = GREEDY,
     layers: Collection[int] = (),
 ) -> TargetRecording:
     """Generate ``count`` tokens after a prompt, end tokens included, and :func:`replay` them.
@@ -120,7 +120,7 @@ def replay(
     target: Decoder,
     prompt: Sequence[int],
     tokens: Sequence[int],
-    sampling: sampling_pb2.SamplingParams = GREEDY,
+    sampling: Sampling = GREEDY,
     layers: Collection[int] = (),
 ) -> TargetRecording:
     """Record the KV of a text that the target generated before, and the outputs of ``layers``.

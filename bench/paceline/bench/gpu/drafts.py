@@ -29,7 +29,6 @@ from paceline.drafter.growth.graphs import FED, NOISES
 from paceline.drafter.kv.reader import KvPages, KvReader, StateReader, StateSlice
 from paceline.drafter.methods import method_class
 from paceline.kernels import SINKS, streaming
-from paceline.v1 import sampling_pb2
 
 FORMATS = ("bfloat16", "int8")  # of the matrices of drafters
 PAGE = 64  # positions of a page
@@ -150,9 +149,7 @@ def measure(drafter: Any, count: int, config: DecoderConfig) -> dict[str, Any]:
             data = {"kv": PoolKv(pool, order[number])}
         (reader,) = data.values()
         reader.length = CONTEXT - 1
-        greedy = sampling_pb2.SamplingParams()
-        info = GenerationInfo(text, CONTEXT, config.vocab_size, greedy, **data)
-        sequence = drafter.start(info)
+        sequence = drafter.start(GenerationInfo(text, CONTEXT, config.vocab_size, **data))
         while sequence.backlog:
             sequence.warm(512)
         sequences.append(sequence)

@@ -19,7 +19,6 @@ __all__ = [
     "MAX_LOGIT_BIAS",
     "MAX_TOKEN_IDS",
     "Sampling",
-    "rejects",
     "token_ids",
 ]
 
@@ -48,12 +47,6 @@ _SAME = (
     *("regex", "grammar"),
 )
 """Parameters that are the same in the message."""
-
-
-def rejects(message: sampling_pb2.SamplingParams) -> bool:
-    """Whether rejection sampling decides acceptance; at temperature 0 both modes are equal."""
-    sampled = message.temperature >= MIN_TEMPERATURE
-    return sampled and message.mode == sampling_pb2.ACCEPTANCE_MODE_REJECTION
 
 
 def token_ids(
@@ -173,6 +166,11 @@ class Sampling(Checked):
         """The seed, which is set once the parameters are checked."""
         assert self.seed is not None
         return self.seed
+
+    @property
+    def rejects(self) -> bool:
+        """Whether rejection sampling decides acceptance; at temperature 0 both modes are equal."""
+        return self.temperature > 0 and self.acceptance == "rejection"
 
     def _schema_text(self) -> str:
         schema = self.json_schema

@@ -25,6 +25,7 @@ from paceline.drafter.session import (
     check_open,
     check_round,
     open_session,
+    read_sampling,
 )
 from paceline.drafter.worker import DraftWorker, Job
 from paceline.service import ServiceError, limits
@@ -514,7 +515,7 @@ class Connection:
                 tokens=tokens,
                 prompt_length=message.prompt_length,
                 vocab_size=self._target.vocab_size,
-                sampling=message.sampling,
+                sampling=read_sampling(message.sampling, self._target.vocab_size),
                 owner=message.owner,
                 read_grant=message.read_grant,
                 verifier_address=self._address,

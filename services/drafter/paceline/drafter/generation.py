@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from paceline.sampling import Sampling
 from paceline.tree import TokenTree
-from paceline.v1 import sampling_pb2
 
 if TYPE_CHECKING:
     from paceline.drafter.kv.reader import KvReader, StateReader
@@ -33,9 +33,7 @@ class GenerationInfo:
 
     prompt_length: int  # number of prompt tokens among them
     vocab_size: int  # Number of token ids of the target. A tree contains no others.
-    sampling: sampling_pb2.SamplingParams = field(default_factory=sampling_pb2.SamplingParams)
-    """Sampling parameters of the verifier."""
-
+    sampling: Sampling = field(default_factory=Sampling)  # the verifier's
     owner: str = ""
     """Whose text it is: a drafter may use it for later texts of the same owner, never for others'.
     Empty: for no other text."""

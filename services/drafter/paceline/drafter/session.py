@@ -10,7 +10,7 @@ from paceline.checks import ParameterError
 from paceline.drafter.kv import KvNotShared
 from paceline.drafter.kv.exchange import KvExchange
 from paceline.drafter.methods.base import Drafter, GenerationInfo, Update
-from paceline.sampling import Sampling, rejects
+from paceline.sampling import Sampling
 from paceline.service import ServiceError, limits
 from paceline.telemetry.names import Attribute, Span
 from paceline.telemetry.tracing import annotate, server_span
@@ -86,7 +86,7 @@ class Session:
         self.apart = False
         """Whether its verifier works on other cores, so that drafting ahead takes none from it."""
         self._sources = [source for source in (kv, states) if source is not None]
-        self._rejects = rejects(generation.sampling)
+        self._rejects = generation.sampling.rejects
         self._received = 0
         self._last: Drafted | None = None
         try:
@@ -213,8 +213,7 @@ def check_open(
     """Check a sequence to open by itself.
 
     Raises:
-        ServiceError: EMPTY_TEXT, TEXT_TOO_LONG, INVALID_PROMPT_LENGTH, NAME_TOO_LONG or
-            INVALID_SAMPLING.
+        ServiceError: EMPTY_TEXT, TEXT_TOO_LONG, INVALID_PROMPT_LENGTH or NAME_TOO_LONG.
     """
     if not tokens:
         raise ServiceError.invalid_argument(
@@ -232,7 +231,6 @@ def check_open(
             raise ServiceError.invalid_argument(
                 "NAME_TOO_LONG", f"{field} is longer than {limits.NAME_CHARS} characters"
             )
-    _check_sampling(message.sampling, vocab_size)
 
 
 def check_round(
@@ -325,14 +323,16 @@ def check_fit(
     _check_tokens("tokens", tokens, target.vocab_size, version)
 
 
-def _check_sampling(sampling: sampling_pb2.SamplingParams, vocab_size: int) -> None:
-    """Check what the verifier checks too, so that no method fails on it later."""
+def read_sampling(message: sampling_pb2.SamplingParams, vocab_size: int) -> Sampling:
+    """Read and check what the verifier checks too, so that no method fails on it later. Raises
+    ``ServiceError``: INVALID_SAMPLING."""
     try:
-        Sampling.from_proto(sampling)
+        sampling = Sampling.from_proto(message)
     except ParameterError as error:
         raise ServiceError.invalid_argument("INVALID_SAMPLING", str(error)) from error
-    if max(sampling.logit_bias, default=0) >= vocab_size:
+    if max(message.logit_bias, default=0) >= vocab_size:
         raise ServiceError.invalid_argument(
             "INVALID_SAMPLING",
-            f"logit_bias names token {max(sampling.logit_bias)}, expected ids below {vocab_size}",
+            f"logit_bias names token {max(message.logit_bias)}, expected ids below {vocab_size}",
         )
+    return sampling

@@ -15,11 +15,11 @@ from typing import ClassVar, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from paceline.decoder.sampling import sampling_params
 from paceline.drafter.generation import Budget, GenerationInfo
 from paceline.drafter.growth.beam import Beam, Chain, Ranked, Ranker
 from paceline.kernels import CHUNK, MAX_TREE_NODES, QueryBlock, send
 from paceline.kernels.structures import DraftText
+from paceline.text import sampling_params
 from paceline.tree import TokenTree
 
 Source = TypeVar("Source")

@@ -7,12 +7,11 @@ from contextlib import contextmanager
 from functools import partial
 
 from paceline.checks import ParameterError
-from paceline.decoder.sampling import sampling_params
 from paceline.kernels import SamplingParams
-from paceline.sampling import CONSTRAINTS
+from paceline.sampling import CONSTRAINTS, Sampling
 from paceline.service import ServiceError, limits
 from paceline.service.tasks import in_thread
-from paceline.text import Text
+from paceline.text import Text, sampling_params
 from paceline.tree import MAX_NODES, TokenTree, TreeError
 from paceline.v1 import sampling_pb2, tree_pb2, verifier_pb2
 from paceline.verifier.engine.drafted import Share, StepOutput
@@ -151,7 +150,7 @@ def check_drafter(name: str) -> None:
 def read_sampling(message: sampling_pb2.SamplingParams, model: Model) -> SamplingParams:
     """Read and check sampling parameters. Raises ``ServiceError``: INVALID_ARGUMENT."""
     try:
-        params = sampling_params(message)
+        params = sampling_params(Sampling.from_proto(message))
     except ParameterError as error:
         reason = "INVALID_SCHEMA" if error.parameter in CONSTRAINTS else "INVALID_SAMPLING"
         raise _invalid(reason, str(error)) from error
