@@ -14,7 +14,6 @@ import yaml
 from paceline.cli import services
 from paceline.cli.service_process import VERIFIER_ADDRESS
 from paceline.client._transport import CLIENT_HEADER
-from paceline.telemetry.names import Metric
 
 helm = pytest.importorskip("helm_python", reason="no Helm: make chart installs it")
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="see make chart")
@@ -232,8 +231,8 @@ def test_a_co_located_drafter_joins_the_verifier_of_its_pod() -> None:
 
 def test_pods_are_scaled_by_queues_that_the_services_report() -> None:
     for name, queue, count in (
-        ("scaled verifiers", Metric.ENGINE_QUEUE, 2),
-        ("scaled drafters", Metric.DRAFTER_QUEUE, 1),
+        ("scaled verifiers", "specdec_engine_queue_length", 2),
+        ("scaled drafters", "specdec_drafter_queue_length", 1),
     ):
         objects = render(SETTINGS[name])
         scalers = of_kind(objects, "HorizontalPodAutoscaler")

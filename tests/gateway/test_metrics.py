@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 
 from paceline.gateway import GatewayOptions, server
 from paceline.gateway.metrics import GatewayMetrics
-from paceline.telemetry.names import Attribute, Metric, Span
+from paceline.telemetry.names import Attribute, Span
 
 from .conftest import Serve
 
@@ -37,7 +37,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> CollectorRegistry:
 async def test_requests_are_counted_as_they_end(serve: Serve, registry: CollectorRegistry) -> None:
     def count(status: int) -> float:
         labels = {"path": PATH, "status": str(status)}
-        return registry.get_sample_value(f"{Metric.GATEWAY_REQUESTS}_total", labels) or 0
+        return registry.get_sample_value("specdec_gateway_requests_total", labels) or 0
 
     def value(name: str) -> float:
         return registry.get_sample_value(name) or 0
@@ -57,29 +57,31 @@ async def test_requests_are_counted_as_they_end(serve: Serve, registry: Collecto
             pass
     assert (count(200), count(404), count(401)) == (2, 1, 1)
     one = {"path": "/v1/models/{name}", "status": "200"}
-    assert registry.get_sample_value(f"{Metric.GATEWAY_REQUESTS}_total", one) == 1
-    assert value(f"{Metric.GATEWAY_PROMPT_TOKENS}_total") == 3 + 3 + 1 + 1 + 2
+    assert registry.get_sample_value("specdec_gateway_requests_total", one) == 1
+    assert value("specdec_gateway_prompt_tokens_total") == 3 + 3 + 1 + 1 + 2
     # Each text also ends with a token that is not shown.
-    assert value(f"{Metric.GATEWAY_GENERATION_TOKENS}_total") == 4 + 4 + 2 + 2 + 3
-    assert value(f"{Metric.GATEWAY_FIRST_TOKEN_SECONDS}_count") == 5
-    assert value(Metric.GATEWAY_IN_FLIGHT) == 0
+    assert value("specdec_gateway_generation_tokens_total") == 4 + 4 + 2 + 2 + 3
+    assert value("specdec_gateway_time_to_first_token_seconds_count") == 5
+    assert value("specdec_gateway_requests_in_flight") == 0
     assert described(registry.collect()) == documented("Gateway")
     serving = {"verifier": "", "state": "serving"}
-    assert registry.get_sample_value(Metric.GATEWAY_VERIFIER_STATE, serving) == 1
-    assert registry.get_sample_value(Metric.GATEWAY_VERIFIER_TEXTS, {"verifier": ""}) == 0
+    assert registry.get_sample_value("specdec_gateway_verifier_state", serving) == 1
+    assert (
+        registry.get_sample_value("specdec_gateway_verifier_texts_running", {"verifier": ""}) == 0
+    )
 
 
 async def test_a_disconnect_is_counted_as_499(serve: Serve, registry: CollectorRegistry) -> None:
     def count(status: int) -> float | None:
         labels = {"path": PATH, "status": str(status)}
-        return registry.get_sample_value(f"{Metric.GATEWAY_REQUESTS}_total", labels)
+        return registry.get_sample_value("specdec_gateway_requests_total", labels)
 
     async with serve(MockTransport("x" * 50_000)) as served:
         body = {"model": "mock", "prompt": "a", "max_tokens": 50_000}
         async with aiohttp.ClientSession() as session:
             call = asyncio.create_task(session.post(f"{served.url}{PATH}", json=body))
             await until(lambda: served.transport.open_caches == 1)
-            assert registry.get_sample_value(Metric.GATEWAY_IN_FLIGHT) == 1
+            assert registry.get_sample_value("specdec_gateway_requests_in_flight") == 1
             call.cancel()
             await until(lambda: count(499) == 1)
 
@@ -99,7 +101,7 @@ async def test_the_endpoint_requires_the_key() -> None:
                     text = await response.text()
     finally:
         await asyncio.to_thread(endpoint.close)
-    assert f'{Metric.GATEWAY_REQUESTS}_total{{path="{PATH}",status="200"}} 1.0' in text
+    assert f'specdec_gateway_requests_total{{path="{PATH}",status="200"}} 1.0' in text
     assert server.serve_gateway_metrics(GatewayOptions())[1] is None
     GatewayOptions(metrics_address="0.0.0.0:0", insecure_metrics=True)
 

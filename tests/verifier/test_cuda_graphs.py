@@ -13,7 +13,6 @@ from verifier_support import make_model, serving, text
 
 from paceline.decoder import Capturing, Decoder
 from paceline.decoder.graphs import SHAPES
-from paceline.telemetry.names import Metric
 from paceline.verifier import build_service
 from paceline.verifier.wiring import why_no_graphs
 
@@ -57,7 +56,7 @@ def counted(registry: CollectorRegistry) -> dict[str, float | None]:
     """The graphs of a verifier by their state."""
     return {
         state: registry.get_sample_value(
-            Metric.CUDA_GRAPHS, {"model_name": "llama", "state": state}
+            "specdec_cuda_graphs", {"model_name": "llama", "state": state}
         )
         for state in ("captured", "failed")
     }

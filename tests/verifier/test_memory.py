@@ -17,7 +17,6 @@ from google.rpc import error_details_pb2
 from verifier_support import Client, Clock, paused_engine, serving
 
 from paceline.service.metrics import new_registry
-from paceline.telemetry.names import Metric
 from paceline.tree import TokenTree
 from paceline.v1 import verifier_pb2
 from paceline.verifier.kv.base import OutOfMemory, open_segments
@@ -122,7 +121,7 @@ async def test_requests_that_wait_for_memory_are_counted(model: Path, tmp_path: 
 
     def waiting() -> float:
         samples = [sample for family in registry.collect() for sample in family.samples]
-        return sum(each.value for each in samples if each.name == Metric.REQUESTS_WAITING)
+        return sum(each.value for each in samples if each.name == "specdec_num_requests_waiting")
 
     options: dict[str, Any] = {"kv_bytes": 1 << 28, "max_sequences": 1, "metrics": registry}
     async with serving(model, tmp_path / "v.sock", **options) as client:

@@ -13,17 +13,21 @@ from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler
 
 import prometheus_client
-from prometheus_client import CollectorRegistry, Counter, ProcessCollector, make_wsgi_app
+from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
 from paceline.service import limits
 from paceline.service.interceptor import OnEnd, bearer_token, https_context, token_matches
 from paceline.service.options import OptionsError, ServerOptions
-from paceline.telemetry.names import Metric
+from paceline.telemetry.metrics import Metrics, Table
 
 logger = logging.getLogger("paceline.service")
 
 PATH = "/metrics"
+_TABLE = Table("rpc_method", "code", "reason")
+_CALLS = _TABLE.counter(
+    "specdec_rpcs", "gRPC calls that ended; a Generate or Join stream is one call"
+)
 
 
 def new_registry() -> CollectorRegistry:
@@ -37,17 +41,8 @@ def new_registry() -> CollectorRegistry:
 
 def count_calls(registry: CollectorRegistry) -> OnEnd:
     """Register the counter of ended calls; returns the function that increments it."""
-    rpcs = Counter(
-        Metric.RPCS,
-        "gRPC calls that ended; a Generate or Join stream is one call",
-        ("rpc_method", "code", "reason"),
-        registry=registry,
-    )
-
-    def count(method: str, code: str, reason: str) -> None:
-        rpcs.labels(method.rpartition("/")[2], code, reason).inc()
-
-    return count
+    metrics = Metrics(registry, _TABLE)
+    return lambda method, *end: metrics.add(_CALLS, 1, method.rpartition("/")[2], *end)
 
 
 def serve_metrics(options: ServerOptions, registry: CollectorRegistry) -> MetricsEndpoint:

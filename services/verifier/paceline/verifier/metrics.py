@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter as Counts
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
 from time import perf_counter
-from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.core import Metric as Family
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry
 
 from paceline.decoder import GraphRunner
 from paceline.service.phases import phases
-from paceline.telemetry.names import PROVIDER, Metric, Span
+from paceline.telemetry.metrics import Metric, Metrics, Table
+from paceline.telemetry.names import PROVIDER, Span
 from paceline.v1 import verifier_pb2
 from paceline.verifier.engine.drafted import StepReport, shares
 from paceline.verifier.engine.engine import Engine
@@ -23,9 +19,12 @@ from paceline.verifier.engine.job import Prefill
 from paceline.verifier.store import Cache, CacheStore, RequestTimes
 from paceline.verifier.telemetry import DRAFTER, FollowCounts
 
-_MODEL = ("model_name",)
-_DRAFTER = (*_MODEL, "drafter", "version")
-_TEXT = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model")
+_DRAFTER = ("drafter", "version")
+_FACTS = {  # label of a fact of the model: its field
+    **{name: name for name in ("architecture", "dtype", "weights", "weights_kept")},
+    "fingerprint": "target_fingerprint",
+    "batch_invariant": "batch_invariant",
+}
 
 # Number of drafters' versions with series of their own. Those used longest ago are removed.
 _MAX_VERSIONS = 64
@@ -35,165 +34,217 @@ _STEP_SECONDS = (
     *(0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0),
 )
 
-ROUND_METRICS = (  # those of every engine that drafts
-    *(Metric.ROUNDS, Metric.GENERATION_TOKENS, Metric.FREE_RUN_TOKENS, Metric.NUM_DRAFTS),
-    *(Metric.NUM_DRAFT_TOKENS, Metric.NUM_CHECKED, Metric.NUM_ACCEPTED),
-    *(Metric.NUM_ACCEPTED_PER_POS, Metric.EMITTED_PER_ROUND, Metric.DRAFT_SECONDS),
+_OF_ROUNDS = Table("model_name")  # the metrics of every engine that drafts
+_count = _OF_ROUNDS.counter
+_ROUNDS = _count(
+    "specdec_rounds",
+    "Rounds, by the reason why they have no tree, empty with one; plain steps whose tokens are "
+    "sent together are one round",
+    *_DRAFTER, "no_draft",
+)  # fmt: skip
+_DRAFTS = _count("specdec_num_drafts", "Rounds with a tree", *_DRAFTER)
+_DRAFTED = _count("specdec_num_draft_tokens", "Tokens of the trees that came in time", *_DRAFTER)
+_CHECKED = _count(
+    "specdec_num_checked_tokens", "Drafted tokens that the target checked, as scheduled", *_DRAFTER
 )
+_ACCEPTED = _count(
+    "specdec_num_accepted_tokens", "Drafted tokens that equal the target's own choice", *_DRAFTER
+)
+_ACCEPTED_AT = _count(
+    "specdec_num_accepted_tokens_per_pos",
+    "Trees whose token at this depth was accepted; the first depth is 0",
+    *_DRAFTER, "position",
+)  # fmt: skip
+_EMITTED = _count("specdec_generation_tokens", "Tokens sent: accepted drafts and the target's own")
+_PLAIN = _count("specdec_free_run_tokens", "Tokens emitted by steps without a tree")
+_DRAFT_SECONDS = _OF_ROUNDS.histogram(
+    "specdec_draft_seconds", "Time from the request of a tree until it came",
+    _STEP_SECONDS, *_DRAFTER,
+)  # fmt: skip
+_LENGTH = _OF_ROUNDS.histogram(
+    "specdec_accepted_length_tokens",
+    "Tokens emitted by a round with a tree, the target's own one included",
+    (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32), *_DRAFTER,
+)  # fmt: skip
 
-
-class _Described(NamedTuple):
-    """A counter, or a histogram with buckets."""
-
-    labels: tuple[str, ...]
-    text: str
-    buckets: tuple[float, ...] = ()
-
+_OF_STEPS = Table("model_name")
+_count, _spread, _gauge = _OF_STEPS.counter, _OF_STEPS.histogram, _OF_STEPS.gauge
+_SOURCES = _count(
+    "specdec_source_tokens",
+    "Drafted tokens by the source that was the first to propose them (a local one, or drafter) and "
+    "stage: drafted, checked, accepted",
+    "source", "stage",
+)  # fmt: skip
+_REQUESTS = _count(
+    "specdec_requests",
+    "Texts that ended: stop, length, or why they ended early, such as released by the client, "
+    "cancelled, lease_expired, preempted",
+    "finish_reason",
+)
+_PROMPT = _count("specdec_prompt_tokens", "Tokens of prompts, computed or taken from another cache")
+_CACHED = _count(
+    "specdec_cached_prompt_tokens", "Prompt tokens whose KV was taken from another cache"
+)
+_BUSY = _count("specdec_engine_busy_seconds", "Time in which a step ran; its rate is utilisation")
+_STEPS = _count("specdec_engine_steps", "Forward passes of the target")
+_NODE_BUDGET = _spread(
+    "specdec_node_budget_tokens",
+    "Drafted tokens that the scheduler asks for after a step; 0: drafting does not pay",
+    (0, 1, 2, 4, 8, 16, 32, 64, 128, 255),
+)
+_SCHEDULE_SECONDS = _spread(
+    "specdec_schedule_seconds",
+    "Time that the scheduler takes to choose the drafted tokens of a step",
+    (0.00005, 0.0001, 0.0002, 0.0003, 0.0005, 0.001, 0.002, 0.005),
+)
+_VERIFY_SECONDS = _spread(
+    "specdec_verify_seconds", "Time of the step that verifies a tree", _STEP_SECONDS
+)
+_VERIFY_QUEUE = _spread(
+    "specdec_verify_queue_seconds", "Time that a round waits for its step", _STEP_SECONDS
+)
+_PREFILL_SECONDS = _spread(
+    "specdec_prefill_seconds", "Time of all steps of a prompt", _STEP_SECONDS
+)
+_PREFILL_QUEUE = _spread(
+    "specdec_prefill_queue_seconds", "Time that a prompt waits for its first step", _STEP_SECONDS
+)
+_BATCH_TOKENS = _spread(
+    "specdec_engine_batch_tokens", "Tokens of all sequences in one forward pass",
+    (2**power for power in range(13)),
+)  # fmt: skip
+_gauge(
+    "specdec_target_info", "1, with facts of the served model", lambda it: {it.facts: 1}, *_FACTS
+)
+_gauge(
+    "specdec_unused_drafters",
+    "1: a drafter that texts name or have by default drafts in hardly any step; why",
+    lambda it: dict.fromkeys(it.engine.unused_drafters, 1), "drafter", "reason",
+)  # fmt: skip
+_gauge(
+    "specdec_start_seconds", "Time that the start took, by phase",
+    lambda _: dict(phases.seconds), "phase",
+)  # fmt: skip
+_gauge(
+    "specdec_num_requests_running", "Texts that have a cache and have not ended",
+    lambda it: sum(cache.sequence.finish is None for cache in it.caches()),
+)  # fmt: skip
+_gauge(
+    "specdec_num_requests_waiting",
+    "Texts that wait for a step or for KV memory; rising: the verifier is overloaded",
+    lambda it: sum(it.waiting().values()) + it.store.admission.waiting,
+)
+_gauge("specdec_leases", "Caches that clients hold", lambda it: len(it.caches()))
+_gauge(
+    "specdec_leases_limit", "Maximum number of caches at once", lambda it: it.store.max_sequences
+)
+_count(
+    "specdec_leases_expired", "Caches freed since their client disappeared",
+    read=lambda it: it.store.expired,
+)  # fmt: skip
+_gauge(
+    "specdec_kv_cache_used_bytes", "KV memory of texts that have not ended",
+    lambda it: it.used_bytes(), "device",
+)  # fmt: skip
+_gauge(
+    "specdec_kv_cache_prefix_bytes",
+    "KV memory of ended texts, kept for prompts that begin in the same way",
+    lambda it: sum(each.kv.reserved_bytes for each in it.store.prefixes), "device",
+)  # fmt: skip
+_gauge(
+    "specdec_kv_cache_limit_bytes", "KV memory that may be used (--kv-bytes)",
+    lambda it: it.store.memory.limit_bytes, "device",
+)  # fmt: skip
+_gauge(
+    "specdec_kv_cache_usage_ratio", "Share of KV memory that texts use, 0 to 1",
+    lambda it: it.used_bytes() / it.store.memory.limit_bytes, "device",
+)  # fmt: skip
+_gauge(
+    "specdec_draft_links", "Drafter services that have joined, by socket or gRPC stream",
+    lambda it: it.links(), "carrier",
+)  # fmt: skip
+_gauge(
+    "specdec_engine_queue_length", "Rounds and prefills that wait for a step",
+    lambda it: it.waiting(), "kind",
+)  # fmt: skip
+_gauge(
+    "specdec_cuda_graphs",
+    "CUDA graphs of steps; batches of one that could not be captured run kernel by kernel",
+    lambda it: {
+        "captured": 0 if it.graphs is None else len(it.graphs),
+        "failed": 0 if it.graphs is None else it.graphs.failed,
+    },
+    "state",
+)
+_gauge("specdec_follow_streams", "Drafters that copy KV over gRPC", lambda it: it.follows.streams)
+_count(
+    "specdec_follow_updates", "Updates of KV sent to drafters over gRPC",
+    read=lambda it: it.follows.updates,
+)  # fmt: skip
+_count(
+    "specdec_follow_bytes", "Bytes of KV sent to drafters over gRPC",
+    read=lambda it: it.follows.bytes,
+)  # fmt: skip
 
 # Those of texts have the buckets of OpenTelemetry's conventions for generative AI; the time per
 # token with finer steps at its lower end.
-_METRICS = {
-    Metric.ROUNDS: _Described(
-        (*_DRAFTER, "no_draft"),
-        "Rounds, by the reason why they have no tree, empty with one; plain steps whose tokens are "
-        "sent together are one round",
+_OF_TEXTS = Table("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model")
+_DURATION = _OF_TEXTS.histogram(
+    "gen_ai_server_request_duration_seconds", "Time from the request of a text to its last token",
+    (0.01 * 2**power for power in range(14)), "error_type",
+)  # fmt: skip
+_FIRST_TOKEN = _OF_TEXTS.histogram(
+    "gen_ai_server_time_to_first_token_seconds",
+    "Time from the request of a text to its first token",
+    (
+        *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0),
+        *(7.5, 10.0),
     ),
-    Metric.NUM_DRAFTS: _Described(_DRAFTER, "Rounds with a tree"),
-    Metric.NUM_DRAFT_TOKENS: _Described(_DRAFTER, "Tokens of the trees that came in time"),
-    Metric.NUM_CHECKED: _Described(
-        _DRAFTER, "Drafted tokens that the target checked, as scheduled"
+)
+_PER_TOKEN = _OF_TEXTS.histogram(
+    "gen_ai_server_time_per_output_token_seconds",
+    "Mean time between two tokens of a text",
+    (
+        *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4),
+        *(0.5, 0.75, 1.0, 2.5),
     ),
-    Metric.NUM_ACCEPTED: _Described(_DRAFTER, "Drafted tokens that equal the target's own choice"),
-    Metric.SOURCE_TOKENS: _Described(
-        (*_MODEL, "source", "stage"),
-        "Drafted tokens by the source that was the first to propose them (a local one, or drafter) "
-        "and stage: drafted, checked, accepted",
-    ),
-    Metric.NUM_ACCEPTED_PER_POS: _Described(
-        (*_DRAFTER, "position"),
-        "Trees whose token at this depth was accepted; the first depth is 0",
-    ),
-    Metric.REQUESTS: _Described(
-        (*_MODEL, "finish_reason"),
-        "Texts that ended: stop, length, or why they ended early, such as released by the client, "
-        "cancelled, lease_expired, preempted",
-    ),
-    Metric.PROMPT_TOKENS: _Described(
-        _MODEL, "Tokens of prompts, computed or taken from another cache"
-    ),
-    Metric.CACHED_PROMPT_TOKENS: _Described(
-        _MODEL, "Prompt tokens whose KV was taken from another cache"
-    ),
-    Metric.GENERATION_TOKENS: _Described(
-        _MODEL, "Tokens sent: accepted drafts and the target's own"
-    ),
-    Metric.FREE_RUN_TOKENS: _Described(_MODEL, "Tokens emitted by steps without a tree"),
-    Metric.ENGINE_BUSY_SECONDS: _Described(
-        _MODEL, "Time in which a step ran; its rate is utilisation"
-    ),
-    Metric.ENGINE_STEPS: _Described(_MODEL, "Forward passes of the target"),
-    Metric.DRAFT_SECONDS: _Described(
-        _DRAFTER,
-        "Time from the request of a tree until it came",
-        _STEP_SECONDS,
-    ),
-    Metric.EMITTED_PER_ROUND: _Described(
-        _DRAFTER,
-        "Tokens emitted by a round with a tree, the target's own one included",
-        (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32),
-    ),
-    Metric.NODE_BUDGET: _Described(
-        _MODEL,
-        "Drafted tokens that the scheduler asks for after a step; 0: drafting does not pay",
-        (0, 1, 2, 4, 8, 16, 32, 64, 128, 255),
-    ),
-    Metric.SCHEDULE_SECONDS: _Described(
-        _MODEL,
-        "Time that the scheduler takes to choose the drafted tokens of a step",
-        (0.00005, 0.0001, 0.0002, 0.0003, 0.0005, 0.001, 0.002, 0.005),
-    ),
-    Metric.VERIFY_SECONDS: _Described(
-        _MODEL, "Time of the step that verifies a tree", _STEP_SECONDS
-    ),
-    Metric.VERIFY_QUEUE_SECONDS: _Described(
-        _MODEL, "Time that a round waits for its step", _STEP_SECONDS
-    ),
-    Metric.PREFILL_SECONDS: _Described(_MODEL, "Time of all steps of a prompt", _STEP_SECONDS),
-    Metric.PREFILL_QUEUE_SECONDS: _Described(
-        _MODEL,
-        "Time that a prompt waits for its first step",
-        _STEP_SECONDS,
-    ),
-    Metric.ENGINE_BATCH_TOKENS: _Described(
-        _MODEL,
-        "Tokens of all sequences in one forward pass",
-        tuple(2**power for power in range(13)),
-    ),
-    Metric.REQUEST_DURATION: _Described(
-        (*_TEXT, "error_type"),
-        "Time from the request of a text to its last token",
-        tuple(0.01 * 2**power for power in range(14)),
-    ),
-    Metric.TIME_TO_FIRST_TOKEN: _Described(
-        _TEXT,
-        "Time from the request of a text to its first token",
-        (
-            *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0),
-            *(7.5, 10.0),
-        ),
-    ),
-    Metric.TIME_PER_OUTPUT_TOKEN: _Described(
-        _TEXT,
-        "Mean time between two tokens of a text",
-        (
-            *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4),
-            *(0.5, 0.75, 1.0, 2.5),
-        ),
-    ),
-}
+)
 
 
-class RoundMetrics:
+class RoundMetrics(Metrics):
     """Counters and histograms of rounds, by drafter."""
 
     def __init__(
-        self, registry: CollectorRegistry, model: str, names: Iterable[str] = ROUND_METRICS
+        self,
+        registry: CollectorRegistry,
+        model: str,
+        table: Iterable[Metric] = _OF_ROUNDS,
+        device: str = "",
     ) -> None:
-        """Add those of the given names to a registry; ``model`` is the name of the target."""
-        fixed = {"model_name": model, "gen_ai_request_model": model}
-        fixed |= {"gen_ai_operation_name": Span.GENERATION, "gen_ai_provider_name": PROVIDER}
-        self._metrics: dict[str, Counter | Histogram] = {}
-        self._fixed: dict[str, list[str]] = {}  # values of the first labels of each metric
-        for name in names:
-            labels, text, buckets = _METRICS[name]
-            self._metrics[name] = (
-                Histogram(name, text, labels, registry=registry, buckets=buckets)
-                if buckets
-                else Counter(name, text, labels, registry=registry)
-            )
-            self._fixed[name] = [fixed[label] for label in labels if label in fixed]
-            if len(self._fixed[name]) == len(labels):
-                self._metrics[name].labels(*self._fixed[name])  # shown as 0 from now on
+        """Add those of a table to a registry; ``model`` is the name of the target."""
         self._versions: OrderedDict[tuple[str, str], None] = OrderedDict()
+        same = {"model_name": model, "device": device, "gen_ai_request_model": model}
+        same |= {"gen_ai_operation_name": Span.GENERATION, "gen_ai_provider_name": PROVIDER}
+        super().__init__(registry, table, **same)
 
     def round(self, report: StepReport) -> None:
         """A round, or consecutive plain ones."""
         emitted, accepted, draft = len(report.output.tokens), len(report.accepted), report.draft
         drafter = self._drafter(report)
         reason = "" if report.no_draft is None else report.no_draft.value
-        self._add(Metric.GENERATION_TOKENS, emitted)
-        self._add(Metric.ROUNDS, 1, *drafter, reason)
+        self.add(_EMITTED, emitted)
+        self.add(_ROUNDS, 1, *drafter, reason)
         if draft is None:
-            self._add(Metric.FREE_RUN_TOKENS, emitted)
+            self.add(_PLAIN, emitted)
             return
-        self._add(Metric.NUM_DRAFTS, 1, *drafter)
-        self._add(Metric.NUM_DRAFT_TOKENS, len(draft.tree), *drafter)
-        self._add(Metric.NUM_CHECKED, report.output.checked, *drafter)
-        self._add(Metric.NUM_ACCEPTED, accepted, *drafter)
+        self.add(_DRAFTS, 1, *drafter)
+        self.add(_DRAFTED, len(draft.tree), *drafter)
+        self.add(_CHECKED, report.output.checked, *drafter)
+        self.add(_ACCEPTED, accepted, *drafter)
         for position in range(accepted):
-            self._add(Metric.NUM_ACCEPTED_PER_POS, 1, *drafter, str(position))
-        self._add(Metric.EMITTED_PER_ROUND, emitted, *drafter)
-        self._add(Metric.DRAFT_SECONDS, draft.seconds, *drafter)
+            self.add(_ACCEPTED_AT, 1, *drafter, str(position))
+        self.add(_LENGTH, emitted, *drafter)
+        self.add(_DRAFT_SECONDS, draft.seconds, *drafter)
 
     def _drafter(self, report: StepReport) -> tuple[str, str]:
         """Name and version of a round's drafter; empty without one.
@@ -207,26 +258,15 @@ class RoundMetrics:
         self._versions.move_to_end(drafter)
         if len(self._versions) > _MAX_VERSIONS:
             oldest, _ = self._versions.popitem(last=False)
-            match = dict(zip(_DRAFTER[1:], oldest, strict=True))
-            for name, metric in self._metrics.items():
-                if _METRICS[name].labels[: len(_DRAFTER)] == _DRAFTER:
-                    metric.remove_by_labels(match)
+            self.remove(dict(zip(_DRAFTER, oldest, strict=True)))
         return drafter
 
-    def _add(self, name: str, value: float, *labels: str) -> None:
-        """Add to a counter, or a value to a histogram; `labels` are those that are not fixed."""
-        metric = self._metrics[name].labels(*self._fixed[name], *labels)
-        if isinstance(metric, Counter):
-            metric.inc(value)
-        else:
-            metric.observe(value)
 
+class VerifierMetrics(RoundMetrics):
+    """The metrics of one verifier.
 
-class VerifierMetrics(RoundMetrics, Collector):
-    """Counters and histograms of one verifier. Gauges are read when scraped.
-
-    Used on the event loop, except `step`, which the engine thread calls, and `collect`, which runs
-    on the endpoint's thread.
+    Used on the event loop, except `step`, which the engine thread calls, and what is read by
+    `collect`, which runs on the endpoint's thread: single values and copies.
     """
 
     def __init__(
@@ -241,10 +281,12 @@ class VerifierMetrics(RoundMetrics, Collector):
     ) -> None:
         """Add the metrics of a verifier to a registry; ``joined`` lists the services that have
         joined, and ``graphs`` are its CUDA graphs."""
-        self._model, self._store, self._engine = model.name, store, engine
-        self._follows, self._joined, self._graphs, self._facts = follows, joined, graphs, model
-        super().__init__(registry, model.name, _METRICS)
-        registry.register(self)
+        self.store, self.engine, self.follows, self.graphs = store, engine, follows, graphs
+        self._joined = joined
+        facts = [getattr(model, field) for field in _FACTS.values()]
+        self.facts = tuple(str(f).lower() if isinstance(f, bool) else f for f in facts)
+        table = (*_OF_ROUNDS, *_OF_STEPS, *_OF_TEXTS)
+        super().__init__(registry, model.name, table, str(engine.device))
 
     def admitted(self, cache: Cache) -> None:
         """A cache was admitted: its generation begins."""
@@ -254,15 +296,15 @@ class VerifierMetrics(RoundMetrics, Collector):
         """A prefill ended. One without a first token is not counted."""
         if prefill.output is None:
             return
-        self._add(Metric.PROMPT_TOKENS, cache.sequence.text.prompt_length)
-        self._add(Metric.CACHED_PROMPT_TOKENS, prefill.reused)
-        self._add(Metric.GENERATION_TOKENS, 1)
-        self._add(Metric.PREFILL_SECONDS, prefill.step_us / 1e6)
-        self._add(Metric.PREFILL_QUEUE_SECONDS, prefill.queue_us / 1e6)
+        self.add(_PROMPT, cache.sequence.text.prompt_length)
+        self.add(_CACHED, prefill.reused)
+        self.add(_EMITTED, 1)
+        self.add(_PREFILL_SECONDS, prefill.step_us / 1e6)
+        self.add(_PREFILL_QUEUE, prefill.queue_us / 1e6)
         request = cache.request
         if request is not None:
             request.emitted(1)
-            self._add(Metric.TIME_TO_FIRST_TOKEN, request.first - request.began)
+            self.add(_FIRST_TOKEN, request.first - request.began)
             self._finish(cache)
 
     def answered(self, cache: Cache, report: StepReport) -> None:
@@ -270,11 +312,11 @@ class VerifierMetrics(RoundMetrics, Collector):
         self.round(report)
         for source, *counts in shares(report):
             for stage, count in zip(("drafted", "checked", "accepted"), counts, strict=True):
-                self._add(Metric.SOURCE_TOKENS, count, source or DRAFTER, stage)
-        self._add(Metric.NODE_BUDGET, report.node_budget)
-        self._add(Metric.VERIFY_QUEUE_SECONDS, report.queue_us / 1e6)
+                self.add(_SOURCES, count, source or DRAFTER, stage)
+        self.add(_NODE_BUDGET, report.node_budget)
+        self.add(_VERIFY_QUEUE, report.queue_us / 1e6)
         if report.draft is not None:
-            self._add(Metric.VERIFY_SECONDS, report.step_us / 1e6)
+            self.add(_VERIFY_SECONDS, report.step_us / 1e6)
         if cache.request is not None:
             cache.request.emitted(len(report.output.tokens))
             self._finish(cache)
@@ -287,122 +329,39 @@ class VerifierMetrics(RoundMetrics, Collector):
         request.ended = True
         finish = cache.sequence.finish
         reason = error or ("released" if finish is None else finish.value)
-        self._add(Metric.REQUESTS, 1, "cancelled" if reason == "CancelledError" else reason)
+        self.add(_REQUESTS, 1, "cancelled" if reason == "CancelledError" else reason)
         seconds = request.newest - request.began if request.tokens else 0.0
-        self._add(Metric.REQUEST_DURATION, seconds, error)
+        self.add(_DURATION, seconds, error)
         if request.tokens > 1:
             per_token = (request.newest - request.first) / (request.tokens - 1)
-            self._add(Metric.TIME_PER_OUTPUT_TOKEN, per_token)
+            self.add(_PER_TOKEN, per_token)
 
     def step(self, seconds: float, tokens: int, decided: float | None) -> None:
         """The engine ran a step. Called on the engine thread."""
-        self._add(Metric.ENGINE_STEPS, 1)
-        self._add(Metric.ENGINE_BUSY_SECONDS, seconds)
-        self._add(Metric.ENGINE_BATCH_TOKENS, tokens)
+        self.add(_STEPS, 1)
+        self.add(_BUSY, seconds)
+        self.add(_BATCH_TOKENS, tokens)
         if decided is not None:
-            self._add(Metric.SCHEDULE_SECONDS, decided)
+            self.add(_SCHEDULE_SECONDS, decided)
 
     def _finish(self, cache: Cache) -> None:
         if cache.sequence.finish is not None:
             self.released(cache, "")
 
-    def _target(self) -> Family:
-        model = self._facts
-        target = {
-            "model_name": model.name,
-            "architecture": model.architecture,
-            "dtype": model.dtype,
-            "weights": model.weights,
-            "weights_kept": model.weights_kept,
-            "fingerprint": model.target_fingerprint,
-            "batch_invariant": str(model.batch_invariant).lower(),
-        }
-        text = "1, with facts of the served model"
-        info = GaugeMetricFamily(f"{Metric.TARGET}_info", text, labels=list(target))
-        info.add_metric(list(target.values()), 1)
-        return info
+    def caches(self) -> list[Cache]:
+        """A copy, since others change while one is read."""
+        return list(self.store)
 
-    def _unused(self) -> Family:
-        text = "1: a drafter that texts name or have by default drafts in hardly any step; why"
-        labels = ["model_name", "drafter", "reason"]
-        gauge = GaugeMetricFamily(Metric.UNUSED_DRAFTERS, text, labels=labels)
-        for name, reason in self._engine.unused_drafters:
-            gauge.add_metric([self._model, name, reason], 1)
-        return gauge
+    def used_bytes(self) -> int:
+        return sum(each.sequence.kv.reserved_bytes for each in self.caches())
 
-    def _start(self) -> Family:
-        text = "Time that the start took, by phase"
-        gauge = GaugeMetricFamily(Metric.START_SECONDS, text, labels=["model_name", "phase"])
-        for phase, seconds in list(phases.seconds.items()):
-            gauge.add_metric([self._model, phase], seconds)
-        return gauge
+    def waiting(self) -> dict[str, int]:
+        """Number of jobs that wait for a step, by kind."""
+        jobs = [cache.job for cache in self.caches() if cache.job is not None and cache.job.queued]
+        prefills = sum(isinstance(job, Prefill) for job in jobs)
+        return {"round": len(jobs) - prefills, "prefill": prefills}
 
-    def collect(self) -> Iterator[Family]:
-        """The state of caches and queues. Reads single values and copies only."""
-        store, follows = self._store, self._follows
-        caches = list(store)
-        used = sum(each.sequence.kv.reserved_bytes for each in caches)
-        kept = sum(each.kv.reserved_bytes for each in store.prefixes)
-        limit = store.memory.limit_bytes
-        waiting = [cache.job for cache in caches if cache.job is not None and cache.job.queued]
-        prefills = sum(isinstance(job, Prefill) for job in waiting)
-        running = sum(cache.sequence.finish is None for cache in caches)
-        queued = len(waiting) + store.admission.waiting
-        carriers = Counts(verifier_pb2.Carrier.Name(each.carrier) for each in self._joined())
-        links = {name: carriers[f"CARRIER_{name.upper()}"] for name in ("socket", "stream")}
-        queues = {"round": len(waiting) - prefills, "prefill": prefills}
-        graphs = {"captured": 0, "failed": 0}
-        if self._graphs is not None:
-            graphs = {"captured": len(self._graphs), "failed": self._graphs.failed}
-        device = str(self._engine.device)
-        yield self._target()
-        yield self._unused()
-        yield self._start()
-        for name, text, label, values in (
-            (Metric.REQUESTS_RUNNING, "Texts that have a cache and have not ended", "", running),
-            (
-                Metric.REQUESTS_WAITING,
-                "Texts that wait for a step or for KV memory; rising: the verifier is overloaded",
-                "",
-                queued,
-            ),
-            (Metric.LEASES, "Caches that clients hold", "", len(caches)),
-            (Metric.LEASES_LIMIT, "Maximum number of caches at once", "", store.max_sequences),
-            (Metric.FOLLOW_STREAMS, "Drafters that copy KV over gRPC", "", follows.streams),
-            (Metric.KV_USED_BYTES, "KV memory of texts that have not ended", "device", used),
-            (
-                Metric.KV_PREFIX_BYTES,
-                "KV memory of ended texts, kept for prompts that begin in the same way",
-                "device",
-                kept,
-            ),
-            (Metric.KV_LIMIT_BYTES, "KV memory that may be used (--kv-bytes)", "device", limit),
-            (Metric.KV_USAGE, "Share of KV memory that texts use, 0 to 1", "device", used / limit),
-            (
-                Metric.DRAFT_LINKS,
-                "Drafter services that have joined, by socket or gRPC stream",
-                "carrier",
-                links,
-            ),
-            (Metric.ENGINE_QUEUE, "Rounds and prefills that wait for a step", "kind", queues),
-            (
-                Metric.CUDA_GRAPHS,
-                "CUDA graphs of steps; batches of one that could not be captured run kernel by "
-                "kernel",
-                "state",
-                graphs,
-            ),
-        ):
-            gauge = GaugeMetricFamily(name, text, labels=["model_name", *filter(None, [label])])
-            found = values if isinstance(values, dict) else {device: values}
-            for place, value in found.items():
-                gauge.add_metric([self._model, *([place] if label else [])], value)
-            yield gauge
-        for name, text, value in (
-            (Metric.LEASES_EXPIRED, "Caches freed since their client disappeared", store.expired),
-            (Metric.FOLLOW_UPDATES, "Updates of KV sent to drafters over gRPC", follows.updates),
-            (Metric.FOLLOW_BYTES, "Bytes of KV sent to drafters over gRPC", follows.bytes),
-        ):
-            counter = CounterMetricFamily(name, text, labels=["model_name"])
-            counter.add_metric([self._model], value)
-            yield counter
+    def links(self) -> dict[str, int]:
+        """Number of drafter services that have joined, by carrier."""
+        carriers = Counter(verifier_pb2.Carrier.Name(each.carrier) for each in self._joined())
+        return {name: carriers[f"CARRIER_{name.upper()}"] for name in ("socket", "stream")}
