@@ -96,11 +96,7 @@ class History:
             self.seen.append(token)
 
     def pop(self) -> int:
-        """Remove the newest output token and return it.
-
-        Raises:
-            IndexError: There is no output token.
-        """
+        """Remove the newest output token and return it. Raises ``IndexError`` if there is none."""
         token = self.output.pop()
         place = self._places[token]
         self.counts[place] -= 1
@@ -115,29 +111,20 @@ class History:
 class SamplingParams:
     """Sampling parameters of a request. Their ranges are not checked here, but bounded."""
 
-    # 0 takes the most likely token; otherwise logits are divided by it. Below `MIN_TEMPERATURE` it
-    # becomes 0, and above 2^60 it becomes 2^60.
-    temperature: float = 1.0
+    temperature: float = 1.0  # divides the logits; below `MIN_TEMPERATURE` 0; at most 2^60
     top_k: int = 0  # keep the k most likely tokens; 0 keeps all
-    # Keep the smallest set of most likely tokens with this probability or more; 1 all.
-    top_p: float = 1.0
+    top_p: float = 1.0  # keep the smallest set of most likely tokens of this probability; 1 all
     min_p: float = 0.0  # keep tokens at least this fraction as likely as the most likely one; 0 all
-    # Divides positive and multiplies negative logits of tokens seen in the prompt or the output; 1
-    # is off. At least 2^-40 and at most 2^40.
+    # Divides positive and multiplies negative logits of tokens in the prompt or the output; 1 is
+    # off. 2^-40 to 2^40. What is added or subtracted is -2^40 to 2^40.
     repetition_penalty: float = 1.0
-    # Subtracted from the logit of every token in the output; 0 is off. At most 2^40, and at least
-    # -2^40, as are the next two.
-    presence_penalty: float = 0.0
+    presence_penalty: float = 0.0  # subtracted from logits of tokens in the output; 0 is off
     frequency_penalty: float = 0.0  # subtracted per occurrence in the output; 0 is off
-    # Pairs (token id, value added to its logit); -inf excludes the token.
-    logit_bias: tuple[tuple[int, float], ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()  # token ids, and what is added; -inf excludes
     seed: int = 0  # unsigned 64-bit seed of the noise
-    # Drafted tokens are accepted and replaced by rejection sampling (`paceline.kernels.sampling`),
-    # not by equality with the chosen token.
-    rejection: bool = False
+    rejection: bool = False  # rejection sampling decides about drafted tokens, not equality
 
     def __post_init__(self) -> None:
-        """Bound the parameters."""
         keep = partial(object.__setattr__, self)
         cold = self.temperature < MIN_TEMPERATURE
         keep("temperature", 0.0 if cold else min(self.temperature, _MAX_TEMPERATURE))
@@ -156,7 +143,6 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the temperature is 0."""
         return self.temperature == 0
 
     @property
@@ -167,12 +153,8 @@ class SamplingParams:
     @property
     def penalised(self) -> bool:
         """Whether the history or a bias changes the logits."""
-        return (
-            self.repetition_penalty != 1
-            or self.presence_penalty != 0
-            or self.frequency_penalty != 0
-            or bool(self.logit_bias)
-        )
+        off = self.repetition_penalty == 1 and not self.presence_penalty
+        return not off or self.frequency_penalty != 0 or bool(self.logit_bias)
 
 
 def _bounded(penalty: float, lowest: float = -_MAX_PENALTY) -> float:
@@ -188,10 +170,8 @@ def filter_logits(logits: Tensor, params: SamplingParams, history: History) -> T
         history: Tokens before the one to be drawn.
 
     Returns:
-        float32 ``[V]``; tokens filtered out are -inf.
-
-    Raises:
-        ValueError: A biased or seen token id is outside the vocabulary.
+        float32 ``[V]``; tokens filtered out are -inf. Raises ``ValueError`` if a biased or seen
+        token id is outside the vocabulary.
     """
     return _filtered(penalise(logits, params, history), params)
 
@@ -204,9 +184,7 @@ def _filtered(logits: Tensor, params: SamplingParams) -> Tensor:
     ids = _survivors(scaled, params)
     if ids is None:
         return scaled
-    kept = torch.full_like(scaled, -math.inf)
-    kept[ids] = scaled[ids]
-    return kept
+    return torch.full_like(scaled, -math.inf).index_copy_(0, ids, scaled[ids])
 
 
 def choose_token(logits: Tensor, params: SamplingParams, position: int, history: History) -> int:
@@ -217,9 +195,6 @@ def choose_token(logits: Tensor, params: SamplingParams, position: int, history:
         params: Sampling parameters.
         position: Absolute position of the token to be chosen.
         history: Tokens before ``position``; only penalties use it.
-
-    Returns:
-        The token id; the lowest one on ties.
     """
     changed = penalise(logits, params, history) if params.penalised else logits
     if params.greedy:
@@ -229,15 +204,12 @@ def choose_token(logits: Tensor, params: SamplingParams, position: int, history:
     scaled = _finite(changed.float() / params.temperature)
     ids = _survivors(scaled, params)
     if ids is None:
-        scaled += gumbel_noise_at(params.seed, position, torch.arange(scaled.numel()))
-        return _largest(scaled)
-    noisy = scaled[ids] + gumbel_noise_at(params.seed, position, ids)
-    return int(ids[_largest(noisy)])
+        ids = torch.arange(scaled.numel())
+    return int(ids[_largest(scaled[ids] + gumbel_noise_at(params.seed, position, ids))])
 
 
 def _choose(logits: Tensor, params: SamplingParams, position: int) -> int | None:
-    """The choice by the compiled kernels, in a fraction of the time; None if logits are not
-    finite."""
+    """The choice by the compiled kernels; None if a score is not finite."""
     check_range(params.seed, position)
     dense = logits.float().contiguous()
     token: int = library().paceline_choose(
@@ -353,11 +325,8 @@ def edits(params: SamplingParams, history: History) -> Edits:
     penalty = np.array(history.counts[: len(output)], np.float32)
     penalty *= np.float32(params.frequency_penalty)
     penalty += np.float32(params.presence_penalty)
-    return [
-        (seen, np.full(len(seen), params.repetition_penalty, np.float32)),
-        (output, penalty),
-        params.biases,
-    ]
+    factors = np.full(len(seen), params.repetition_penalty, np.float32)
+    return [(seen, factors), (output, penalty), params.biases]
 
 
 def edit_rows(logits: Tensor, rows: Sequence[int], changes: Sequence[Edits]) -> None:
@@ -368,8 +337,7 @@ def edit_rows(logits: Tensor, rows: Sequence[int], changes: Sequence[Edits]) -> 
         rows: Different rows.
         changes: Of each of them.
 
-    Raises:
-        ValueError: A biased or seen token id is outside the vocabulary.
+    Raises ``ValueError`` if a biased or seen token id is outside the vocabulary.
     """
     flat = logits.view(-1)
     for kind, parts in enumerate(zip(*changes, strict=True)):
@@ -418,7 +386,9 @@ def raw_logprobs(logits: Tensor, token: int, top_n: int) -> tuple[float, list[tu
     """
     address(logits, "logits")  # refuses another device, which the check of values would wait for
     raw = _finite(logits.float())
-    total = _logsumexp(raw)
+    dense, memory = raw.contiguous(), np.empty(raw.numel(), np.float32)
+    at = address(dense, "logits")
+    total: float = library().paceline_logsumexp(at, dense.numel(), memory.ctypes.data)
     best: list[tuple[int, float]] = []
     if top_n > 0:
         ids = _likeliest(raw, min(top_n, raw.numel()))
@@ -450,16 +420,13 @@ def _survivors(scaled: Tensor, params: SamplingParams) -> Tensor | None:
     ids: Tensor | None = None
     if params.min_p > 0:
         ids = (scaled >= scaled.max() + math.log(params.min_p)).nonzero()[:, 0]
-    if params.top_k and params.top_k < (scaled.numel() if ids is None else ids.numel()):
-        among = scaled if ids is None else scaled[ids]
-        best = _ranked(among, params.top_k)[: params.top_k]
-        ids = best if ids is None else ids[best]
-        ids = ids.sort().values
+    among = scaled if ids is None else scaled[ids]
+    if params.top_k and params.top_k < among.numel():
+        best = _ranked(among, params.top_k)[: params.top_k].sort().values
+        ids, among = best if ids is None else ids[best], among[best]
     if params.top_p < 1:
-        among = scaled if ids is None else scaled[ids]
-        best = _nucleus(among, params.top_p)
+        best = _nucleus(among, params.top_p).sort().values
         ids = best if ids is None else ids[best]
-        ids = ids.sort().values
     return ids
 
 
@@ -494,14 +461,6 @@ def _weights(values: Tensor) -> tuple[NDArray[np.int64], int]:
     weights = np.empty(dense.numel(), np.int64)
     at = address(dense, "logits")
     return weights, library().paceline_weights(at, dense.numel(), weights.ctypes.data)
-
-
-def _logsumexp(values: Tensor) -> float:
-    """Log of the sum of exponentials of float32 ``[n]``."""
-    dense, memory = values.contiguous(), np.empty(values.numel(), np.float32)
-    at = address(dense, "logits")
-    total: float = library().paceline_logsumexp(at, dense.numel(), memory.ctypes.data)
-    return total
 
 
 def best_candidates(
@@ -542,17 +501,12 @@ class Proposal:
     """
 
     tokens: NDArray[np.int64]  # different token ids, int64 `[n]`
-    # Probability of each token, float32 `[n]`; their sum is 1 up to rounding.
-    probabilities: NDArray[np.float32]
+    probabilities: NDArray[np.float32]  # of each, float32 `[n]`; their sum is 1 up to rounding
 
     @classmethod
     def checked(cls, tokens: Sequence[int], probabilities: Sequence[float]) -> Proposal:
-        """Validate a distribution.
-
-        Raises:
-            ValueError: It is empty, lists a token twice, has a probability below 0, or a sum that
-                is not 1.
-        """
+        """Check a distribution. Raises ``ValueError`` if it is empty, lists a token twice, has a
+        probability below 0, or a sum that is not 1."""
         if not tokens or len(tokens) != len(probabilities):
             raise ValueError(
                 f"{len(tokens)} tokens with {len(probabilities)} probabilities, expected one each "
@@ -571,7 +525,6 @@ class Proposal:
 
     @classmethod
     def certain(cls, token: int) -> Proposal:
-        """The distribution that is certain of one token."""
         return cls(np.array([token], dtype=np.int64), np.ones(1, dtype=np.float32))
 
     @classmethod
@@ -587,15 +540,11 @@ class Proposal:
 
     @property
     def peak(self) -> float:
-        """The largest probability."""
         return float(self.probabilities.max())
 
     def draw(self, seed: int, position: int) -> int:
-        """The sample of q that a drafter takes at an absolute position.
-
-        Raises:
-            ValueError: Seed or position out of range.
-        """
+        """The sample of q that a drafter takes at an absolute position. Raises ``ValueError`` if
+        seed or position are out of range."""
         weights = self.probabilities.astype(np.float64)
         return int(self.tokens[_pick(weights, _uniform(seed, position, _DRAFT))])
 
@@ -632,8 +581,7 @@ def resampled(scores: Tensor, seed: int, position: int, drafted: int, proposal: 
     if _uniform(seed, position, _ACCEPT) * q[drafted] < p[drafted]:
         return drafted
     residual = np.maximum(p - q, 0.0)
-    # Empty only if p and q are equal up to rounding.
-    weights = residual if residual.any() else p
+    weights = residual if residual.any() else p  # if p and q are equal up to rounding
     return _pick(weights, _uniform(seed, position, _RESIDUAL))
 
 
@@ -649,5 +597,4 @@ def _pick(weights: NDArray[np.float64], u: float) -> int:
     """Index drawn in proportion to weights, by inversion; never one of weight 0."""
     reached = weights.cumsum()
     index = int(np.searchsorted(reached, u * reached[-1], side="right"))
-    # By rounding, u times the sum may equal the sum.
-    return min(index, int(np.flatnonzero(weights)[-1]))
+    return min(index, int(np.flatnonzero(weights)[-1]))  # u times the sum may round to the sum
