@@ -100,7 +100,7 @@ def matrices(draw: st.DrawFn) -> PackedMatrix:
     if format == "rotated":
         ins, most = 8 * draw(st.integers(1, 200)), draw(st.sampled_from([1, 8, SIZE, DOWN_SIZE]))
         return rotated(outs, ins, most, seed, bias)
-    ins, bits = 32 * draw(st.integers(1, 5)), 8 if format == "int8" else 4
+    ins, bits = 32 * draw(st.integers(1, 40)), 8 if format == "int8" else 4
     return pack_quantised(
         random_blocks(outs, ins, bits, draw(st.booleans()), draw(st.booleans()), seed), bias
     )
@@ -113,6 +113,25 @@ def test_every_level_has_the_bits_of_plain_c(
 ) -> None:
     x = random((rows, packed.ins), seed)
     assert torch.equal(at_level(level, x, packed), in_plain_c(x, packed))
+
+
+@settings(max_examples=60)
+@given(
+    packed=matrices().filter(lambda packed: packed.format in ("int8", "int4")),
+    rows=st.integers(1, 150),
+    seed=st.integers(0, 1000),
+)
+def test_blocks_in_tiles_have_the_bits_of_plain_c(
+    level: str, packed: PackedMatrix, rows: int, seed: int
+) -> None:
+    """In tiles of the processor, or emulated ones."""
+    x, first = random((rows, packed.ins), seed), "paceline_tile_rows"
+    from_rows = ctypes.c_int64.in_dll(compiled(level), first)
+    usual, from_rows.value = from_rows.value, 1
+    try:
+        assert torch.equal(at_level(level, x, packed), in_plain_c(x, packed))
+    finally:
+        from_rows.value = usual
 
 
 @settings(max_examples=40)

@@ -324,7 +324,7 @@ static int begin(const Tile *t, Buffers *m, const float *q) {
   *m = reserve(t);
   if (!m->q) return 1;
   if (products_of(t->plan) != CHAINS) {
-    if (products_of(t->plan) == TILES) configure_tiles();
+    if (products_of(t->plan) == TILES) configure_tiles(64);
     round_queries(t, q, (uint16_t *)m->q);
   } else {
     load_queries(t, q, m->q);

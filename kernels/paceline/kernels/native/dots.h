@@ -24,6 +24,7 @@ INLINE ivec splat_i32(int32_t x) { return _mm512_set1_epi32(x); }
 INLINE ivec low_halves(ivec x) { return _mm512_and_si512(x, splat_i32(0x0f0f0f0f)); }
 INLINE ivec high_halves(ivec x) { return low_halves(_mm512_srli_epi32(x, 4)); }
 INLINE ivec add_i32(ivec a, ivec b) { return _mm512_add_epi32(a, b); }
+INLINE ivec subtract_bytes(ivec a, ivec b) { return _mm512_sub_epi8(a, b); }
 INLINE vec to_float(ivec x) { return _mm512_cvtepi32_ps(x); }
 INLINE vec as_float(ivec x) { return _mm512_castsi512_ps(x); }
 INLINE ivec as_int(vec x) { return _mm512_castps_si512(x); }
@@ -45,6 +46,7 @@ INLINE ivec splat_i32(int32_t x) { return _mm256_set1_epi32(x); }
 INLINE ivec low_halves(ivec x) { return _mm256_and_si256(x, splat_i32(0x0f0f0f0f)); }
 INLINE ivec high_halves(ivec x) { return low_halves(_mm256_srli_epi32(x, 4)); }
 INLINE ivec add_i32(ivec a, ivec b) { return _mm256_add_epi32(a, b); }
+INLINE ivec subtract_bytes(ivec a, ivec b) { return _mm256_sub_epi8(a, b); }
 INLINE vec to_float(ivec x) { return _mm256_cvtepi32_ps(x); }
 INLINE vec as_float(ivec x) { return _mm256_castsi256_ps(x); }
 INLINE ivec as_int(vec x) { return _mm256_castps_si256(x); }
@@ -81,6 +83,8 @@ INLINE ivec splat_i32(int32_t x) { return (ivec){x, x, x, x}; }
 INLINE ivec low_halves(ivec x) { return x & 0x0f0f0f0f; }
 INLINE ivec high_halves(ivec x) { return (x >> 4) & 0x0f0f0f0f; }
 INLINE ivec add_i32(ivec a, ivec b) { return a + b; }
+typedef int8_t bvec __attribute__((vector_size(16)));
+INLINE ivec subtract_bytes(ivec a, ivec b) { return (ivec)((bvec)a - (bvec)b); }
 INLINE vec to_float(ivec x) { return __builtin_convertvector(x, vec); }
 INLINE vec as_float(ivec x) { return (vec)x; }
 INLINE ivec as_int(vec x) { return (ivec)x; }

@@ -14,12 +14,13 @@
 #define QUERY_TILE_ROWS 128   /* query rows of a tile: its scores of a chunk fit a core's cache */
 #define CHUNK 256             /* keys whose softmax is one step; see attention.c */
 
-/* Bytes. Hardware does not follow the order of keys; weights are one stream. Those that one range
- * of rows reads are fetched into the first-level cache, those that several read, and tiles, further
- * ahead into the second-level one. */
+/* Bytes. Hardware does not follow the order of keys; weights are one stream, and are fetched far
+ * ahead into the second-level cache: first-level caches have too few places for lines on their way.
+ * Blocks move on to the first-level one. Floats are two streams, fetched there at once. */
 #define KEYS_AHEAD 8192
 #define WEIGHTS_AHEAD 8192
-#define BLOCKS_AHEAD 12288 /* of weights in blocks */
 #define WEIGHTS_FAR_AHEAD 16384
+#define BLOCKS_AHEAD 10240
+#define BLOCKS_FAR_AHEAD 32768
 
 #endif

@@ -2,6 +2,7 @@
 #include "linear_float.h"
 #include "linear_rotated.h"
 #include "linear_tiles.h"
+#include "linear_block_tiles.h"
 
 static int rotated(const Matrix *m) { return m->format == LINEAR_ROTATED; }
 
@@ -9,13 +10,27 @@ static int quantised(const Matrix *m) { return m->format == LINEAR_Q8 || m->form
 
 static int in_tiles(const Matrix *m) { return m->tiles_bf16 && m->format == LINEAR_BF16; }
 
+/* Rows from which products over blocks are in tiles: with fewer, vectors take as long. Tests of
+ * emulated tiles change it. */
+#ifdef __AMX_INT8__
+int64_t paceline_tile_rows = 48;
+#else
+int64_t paceline_tile_rows = INT64_MAX;
+#endif
+
+static int in_block_tiles(const Matrix *m, int64_t rows) {
+  return quantised(m) && rows >= paceline_tile_rows;
+}
+
 static int64_t max_rows(const Matrix *m, int64_t rows) {
+  if (in_block_tiles(m, rows)) return SIDE;
   if (rotated(m)) return rotated_rows(rows);
   if (in_tiles(m)) return TILE_ROWS;
   return quantised(m) ? QUANTISED_ROWS : FLOAT_ROWS;
 }
 
 int64_t linear_scratch(const Matrix *m, int64_t rows) {
+  if (in_block_tiles(m, rows)) return row_tile_scratch(m, rows);
   if (rotated(m)) return rotated_scratch(m, rows);
   if (in_tiles(m)) return tile_scratch(m, rows);
   return quantised(m) ? rows * (m->ins / QUANT_BLOCK) * (int64_t)sizeof(Activations) : 0;
@@ -27,7 +42,9 @@ int64_t linear_prepare_items(const Matrix *m, int64_t rows) {
 
 void linear_prepare(const Matrix *m, const float *x, int64_t rows, void *scratch, int64_t item) {
   CHECK(item >= 0 && item < rows);
-  if (rotated(m))
+  if (in_block_tiles(m, rows))
+    prepare_row_tile(m, x, rows, scratch, item);
+  else if (rotated(m))
     prepare_rotated_row(m, x, rows, scratch, item);
   else if (in_tiles(m))
     prepare_tile_row(m, x, scratch, item);
@@ -38,7 +55,6 @@ void linear_prepare(const Matrix *m, const float *x, int64_t rows, void *scratch
 /* Outputs from `first` on of a range of rows: UNIT of floats without tiles, else PAIR. */
 static void multiply(const Matrix *m, const float *x, const void *scratch, RowRange range,
                      float *out, int64_t first, Turn turn) {
-  const Activations *a = (const Activations *)scratch + range.first * (m->ins / QUANT_BLOCK);
   x += range.first * m->ins, out += range.first * m->outs;
   if (in_tiles(m)) {
     tile_pair(m, range, scratch, out, first, turn);
@@ -46,10 +62,8 @@ static void multiply(const Matrix *m, const float *x, const void *scratch, RowRa
   }
   if (m->format == LINEAR_F32)
     f32_rows(range.count, m, x, out, first, turn);
-  else if (m->format == LINEAR_BF16)
-    bf16_rows(range.count, m, x, out, first, turn);
   else
-    quantised_kernel(m, turn.count == 1)(range.count, m, a, out, first, turn);
+    bf16_rows(range.count, m, x, out, first, turn);
 }
 
 /* An item is two panels times some ranges of rows. */
@@ -60,12 +74,17 @@ int64_t linear_items(const Matrix *m, int64_t rows) {
 void linear_item(const Matrix *m, const float *x, const void *scratch, int64_t rows, float *out,
                  int64_t item) {
   const int64_t limit = max_rows(m, rows), chunk = range_rows(rows, limit) * RANGES;
-  const int64_t chunks = divide_up(rows, chunk), unit = quantised(m) || in_tiles(m) ? PAIR : UNIT;
+  const int64_t chunks = divide_up(rows, chunk), unit = in_tiles(m) ? PAIR : UNIT;
   const int64_t first = item / chunks * PAIR, start = item % chunks * chunk;
   const int64_t stop = start + chunk < rows ? start + chunk : rows;
   CHECK(first >= 0 && first < m->outs && start < stop);
   if (rotated(m)) {
     rotated_item(m, scratch, rows, start, stop, out, first);
+    return;
+  }
+  if (quantised(m)) {
+    block_item(m, scratch, in_block_tiles(m, rows), range_rows(rows, limit), start, stop, out,
+               first);
     return;
   }
   const int64_t ranges = divide_up(stop - start, range_rows(rows, limit));

@@ -6,13 +6,15 @@
 #include "dots.h"
 #include "linear_units.h"
 
+#define RANGES 8          /* ranges of rows in an item */
+#define STRETCH_BLOCKS 16 /* blocks that stay in the first-level cache for all ranges */
+
 #if LANES == 4
 #define QUANTISED_ROWS 3
-#elif LANES == 8 && defined(PAIRS_OF_BYTES)
+#elif defined(PAIRS_OF_BYTES)
 #define QUANTISED_ROWS 4
 #else
-#define QUANTISED_ROWS \
-  6 /* two vectors of outputs: sums in registers, at 256 bits totals in memory */
+#define QUANTISED_ROWS 6 /* two vectors of outputs: sums in registers, totals in memory */
 #endif
 
 /* What a row's activations in one block of inputs contribute beside their values. */
@@ -83,111 +85,169 @@ INLINE vec scaled(ivec sum, vec scale, vec shift, int f16) {
   return fma_(to_float(add_i32(sum, splat_i32(-SHIFT_BITS))), scale, splat(0.0f));
 }
 
-/* Constants of an inner loop. `alone`: no other range of rows reads the same weights. */
+/* Constants of an inner loop. */
 typedef struct {
-  int four, f16, minima, alone;
+  int four, f16, minima;
 } QuantisedFormat;
 
+/* A panel of a block, one byte a value, in lines of 4 inputs. */
+typedef struct {
+  char values[QUANT_BLOCK * PANEL];
+  float scale[PANEL], minimum[PANEL];
+} UnpackedPanel;
+
+/* Unpacks blocks, and subtracts `offset` from each value. */
+INLINE void unpack_blocks(const QuantisedFormat f, int32_t offset, const char *block, int64_t count,
+                          UnpackedPanel *out) {
+  const int64_t panel = QUANT_BLOCK * PANEL / (f.four ? 2 : 1), factor = f.f16 ? 2 : 4;
+  const int64_t bytes = 2 * panel + PAIR * factor * (f.minima ? 2 : 1);
+  const ivec less = splat_i32(offset * 0x01010101);
+#pragma GCC unroll 1
+  for (const char *end = block + count * bytes; block < end; block += bytes)
+#pragma GCC unroll 1
+    for (int side = 0; side < 2; side++, out++) {
+      const char *values = block + side * panel;
+      const char *scales = block + 2 * panel + side * PANEL * factor;
+#pragma GCC unroll 8
+      for (int64_t i = 0; i < panel; i += 4 * LANES) {
+        const ivec w = load_i32(values + i);
+        if (f.four) {
+          char *to = out->values + i / 64 * 128 + i % 64;
+          store_i32((int32_t *)to, subtract_bytes(low_halves(w), less));
+          store_i32((int32_t *)(to + 64), subtract_bytes(high_halves(w), less));
+        } else {
+          store_i32((int32_t *)(out->values + i), subtract_bytes(w, less));
+        }
+      }
+#pragma GCC unroll 4
+      for (int64_t v = 0; v < PANEL; v += LANES) {
+        store_f32(out->scale + v, load_factor(scales + v * factor, f.f16));
+        if (f.minima) store_f32(out->minimum + v, load_factor(scales + (PAIR + v) * factor, f.f16));
+      }
+    }
+}
+
+INLINE int64_t format_panel(const QuantisedFormat f) {
+  return QUANT_BLOCK * PANEL / (f.four ? 2 : 1);
+}
+
+INLINE int64_t format_bytes(const QuantisedFormat f) {
+  return 2 * format_panel(f) + PAIR * (f.f16 ? 2 : 4) * (f.minima ? 2 : 1);
+}
+
+/* Fetches weights that come after a block: far ahead into the second-level cache, then into the
+ * first-level one. Not a loop: that takes longer than the rest of a block. */
+INLINE void fetch_ahead(const char *block, const int64_t bytes) {
+#pragma GCC unroll 40
+  for (int64_t p = 0; p < bytes; p += 64) {
+    __builtin_prefetch(block + BLOCKS_FAR_AHEAD + p, 0, 2);
+    __builtin_prefetch(block + BLOCKS_AHEAD + p, 0, 3);
+  }
+}
+
 /* Adds the products of a block to the sums of vectors begin .. end - 1 of outputs. */
-INLINE void add_products(const int rows, const int four, const char *values, int64_t panel,
-                         const int begin, const int end, const Activations *a,
-                         ivec sum[QUANTISED_ROWS][VECTORS]) {
+INLINE void add_products(const int rows, const int four, const char *values, const int begin,
+                         const int end, const Activations *a, ivec sum[QUANTISED_ROWS][VECTORS]) {
+  const int64_t panel = QUANT_BLOCK * PANEL / (four ? 2 : 1);
 #pragma GCC unroll 8
   for (int i = 0; i < QUANT_BLOCK; i += 4) {
     ivec w[VECTORS];
 #pragma GCC unroll 4
     for (int v = begin; v < end; v++) {
-      const char *at = values + (v - begin) * (LANES == PANEL ? panel : LANES * 4);
+      const char *at = values + (LANES == PANEL ? v * panel : v * LANES * 4);
       w[v] = load_i32(at + (four ? i / 8 * 64 : i / 4 * 64));
       if (four) w[v] = i % 8 ? high_halves(w[v]) : low_halves(w[v]);
     }
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
       for (int v = begin; v < end; v++) sum[r][v] = dot(four, sum[r][v], w[v], a[r].values + i);
   }
 }
 
-/* Fetches weights that come after those of a block. */
-INLINE void fetch_blocks(const QuantisedFormat f, const char *block, int64_t bytes,
-                         const char *next, Turn turn) {
-  if (f.alone) {
-#pragma GCC unroll 32
-    for (int64_t p = 0; p < bytes; p += 64) __builtin_prefetch(block + BLOCKS_AHEAD + p, 0, 3);
-  } else {
-#pragma GCC unroll 1
-    for (int64_t p = turn.number * 64; p < bytes; p += turn.count * 64)
-      __builtin_prefetch(next + p, 0, 2);
+/* Adds a block to the totals of `vectors` vectors of outputs, from `first` of PAIR on. With one row
+ * panels are read one after the other, as they are in memory; otherwise vectors share a broadcast.
+ */
+INLINE void add_block(const int rows, const int vectors, const QuantisedFormat f, const char *block,
+                      int64_t first, const Activations *a, vec total[QUANTISED_ROWS][VECTORS]) {
+  const int64_t panel = format_panel(f), factor = f.f16 ? 2 : 4;
+  const char *values = block + first / PANEL * panel;
+  ivec sum[QUANTISED_ROWS][VECTORS];
+#pragma GCC unroll 12
+  for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v++) sum[r][v] = begin_sum(f.four, a[r].factors.start);
+  if (LANES == PANEL && rows == 1)
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v++) add_products(rows, f.four, values, v, v + 1, a, sum);
+  else
+    add_products(rows, f.four, values, 0, vectors, a, sum);
+#pragma GCC unroll 4
+  for (int v = 0; v < vectors; v++) {
+    const char *scales = block + 2 * panel + (first + v * LANES) * factor;
+    const vec scale = load_factor(scales, f.f16), shift = scale * splat(-SHIFT);
+    const vec minimum = f.minima ? load_factor(scales + PAIR * factor, f.f16) : scale;
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++) {
+      const vec x = scaled(end_sum(f.four, sum[r][v], a[r].factors.start), scale, shift, f.f16);
+      total[r][v] = fma_(x, splat(a[r].factors.scale), total[r][v]);
+      if (f.minima) total[r][v] = fma_(minimum, splat(a[r].factors.sum), total[r][v]);
+    }
   }
 }
 
-/* PAIR outputs, from `first` on, of `rows` rows. With one row the panels of a block are read one
- * after the other, as they are in memory; otherwise vectors share a broadcast. */
-INLINE void quantised_pair(const int rows, const QuantisedFormat f, const Matrix *m,
-                           const Activations *a, float *out, int64_t first, Turn turn) {
-  const int four = f.four, factor = f.f16 ? 2 : 4;
-  const int64_t panel = QUANT_BLOCK * PANEL / (four ? 2 : 1);
-  const int64_t bytes = 2 * panel + PAIR * factor * (f.minima ? 2 : 1),
-                blocks = m->ins / QUANT_BLOCK;
-  const char *block = first_block(m, first);
+/* Loads or stores the totals of some vectors from or to a table [rows][PAIR]. */
+INLINE void load_totals(const int rows, const int vectors, const float *table,
+                        vec total[QUANTISED_ROWS][VECTORS]) {
+#pragma GCC unroll 12
+  for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v++) total[r][v] = load_f32(table + r * PAIR + v * LANES);
+}
+
+INLINE void store_totals(const int rows, const int vectors, float *table,
+                         vec total[QUANTISED_ROWS][VECTORS]) {
+#pragma GCC unroll 12
+  for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v++) store_f32(table + r * PAIR + v * LANES, total[r][v]);
+}
+
+/* Adds `count` blocks to the totals [rows][PAIR] of a range of rows. */
+INLINE void add_blocks(const int rows, const int alone, const QuantisedFormat f, const char *block,
+                       int64_t count, const Activations *a, float *totals, Turn turn) {
+  const int64_t bytes = format_bytes(f);
+  int64_t wait = turn.number; /* blocks for which others fetch */
   vec total[PAIR / UNIT][QUANTISED_ROWS][VECTORS];
-  float totals[QUANTISED_ROWS * PAIR];
+#pragma GCC unroll 2
+  for (int u = 0; u < PAIR / UNIT; u++) load_totals(rows, VECTORS, totals + u * UNIT, total[u]);
 #pragma GCC unroll 1
-  for (int u = 0; u < PAIR / UNIT; u++)
-#pragma GCC unroll 8
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-      for (int v = 0; v < VECTORS; v++) total[u][r][v] = splat(0.0f);
-#pragma GCC unroll 1
-  for (int64_t b = 0; b < blocks; b++, a += rows, block += bytes) {
-    fetch_blocks(f, block, bytes, block + blocks * bytes, turn);
-#pragma GCC unroll 1
-    for (int u = 0; u < PAIR / UNIT; u++) { /* outputs whose sums fit the registers */
-      const char *scales = block + 2 * panel + u * UNIT * factor, *minima = scales + PAIR * factor;
-      ivec sum[QUANTISED_ROWS][VECTORS];
-#pragma GCC unroll 8
-      for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; v++) sum[r][v] = begin_sum(four, a[r].factors.start);
-      const char *values = block + (LANES == PANEL ? 0 : u * panel);
-      if (LANES == PANEL && rows == 1)
-#pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; v++)
-          add_products(rows, four, values + v * panel, panel, v, v + 1, a, sum);
-      else
-        add_products(rows, four, values, panel, 0, VECTORS, a, sum);
-#pragma GCC unroll 4
-      for (int v = 0; v < VECTORS; v++) {
-        const vec scale = load_factor(scales + v * LANES * factor, f.f16);
-        const vec minimum = f.minima ? load_factor(minima + v * LANES * factor, f.f16) : scale;
-        const vec shift = scale * splat(-SHIFT);
-#pragma GCC unroll 8
-        for (int r = 0; r < rows; r++) {
-          const vec x = scaled(end_sum(four, sum[r][v], a[r].factors.start), scale, shift, f.f16);
-          total[u][r][v] = fma_(x, splat(a[r].factors.scale), total[u][r][v]);
-          if (f.minima) total[u][r][v] = fma_(minimum, splat(a[r].factors.sum), total[u][r][v]);
-        }
-      }
+  for (int64_t b = 0; b < count; b++, block += bytes, a += rows) {
+    if (alone || !wait--) {
+      fetch_ahead(block, bytes);
+      wait = turn.count - 1;
     }
-  }
 #pragma GCC unroll 1
-  for (int u = 0; u < PAIR / UNIT; u++)
-#pragma GCC unroll 8
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-      for (int v = 0; v < VECTORS; v++)
-        store_f32(totals + r * PAIR + u * UNIT + v * LANES, total[u][r][v]);
-  finish(m, rows, totals, PAIR, out, first);
+    for (int u = 0; u < PAIR / UNIT; u++) /* outputs whose sums fit the registers */
+      add_block(rows, VECTORS, f, block, u * UNIT, a, total[u]);
+  }
+#pragma GCC unroll 2
+  for (int u = 0; u < PAIR / UNIT; u++) store_totals(rows, VECTORS, totals + u * UNIT, total[u]);
 }
 
 /* The kernel for a range of `n` rows, 1 to QUANTISED_ROWS. As a case with a literal number, its
  * loops over rows are unrolled and its sums stay in registers; with a variable number they would be
  * in memory. */
-#define QUANTISED_CASE(n) \
-  case n: quantised_pair(n, f, m, a, out, first, turn); break;
+#define QUANTISED_CASE(n)                                 \
+  case n:                                                 \
+    if (turn.count == 1)                                  \
+      add_blocks(n, 1, f, block, count, a, totals, turn); \
+    else                                                  \
+      add_blocks(n, 0, f, block, count, a, totals, turn); \
+    break;
 
-INLINE void quantised_rows(int64_t rows, const QuantisedFormat f, const Matrix *m,
-                           const Activations *a, float *out, int64_t first, Turn turn) {
+INLINE void quantised_rows(int64_t rows, const QuantisedFormat f, const char *block, int64_t count,
+                           const Activations *a, float *totals, Turn turn) {
   switch (rows) {
     QUANTISED_CASE(1)
     QUANTISED_CASE(2)
@@ -202,36 +262,39 @@ INLINE void quantised_rows(int64_t rows, const QuantisedFormat f, const Matrix *
   }
 }
 
-/* Defines `name`, the product of a range of rows with one format of weights: `four`: 4 bits, not 8;
- * `f16`: scales and minima are float16, not float32; `minima`: there are minima; `alone`: see
- * QuantisedFormat. All four are literals: each function is compiled without the branches of other
- * formats. FORMAT_KERNELS defines `name` for one of several ranges, and alone_`name`. */
-#define FORMAT_ROWS(name, four, f16, minima, alone)                                                \
-  static void name(int64_t rows, const Matrix *m, const Activations *a, float *out, int64_t first, \
-                   Turn turn) {                                                                    \
-    quantised_rows(rows, (QuantisedFormat){four, f16, minima, alone}, m, a, out, first, turn);     \
-  }
-#define FORMAT_KERNELS(name, four, f16, minima) \
-  FORMAT_ROWS(name, four, f16, minima, 0) FORMAT_ROWS(alone_##name, four, f16, minima, 1)
-FORMAT_KERNELS(q8_rows, 0, 1, 0)
-FORMAT_KERNELS(q8_f32_rows, 0, 0, 0)
-FORMAT_KERNELS(q8_minima_rows, 0, 1, 1)
-FORMAT_KERNELS(q8_f32_minima_rows, 0, 0, 1)
-FORMAT_KERNELS(q4_rows, 1, 1, 0)
-FORMAT_KERNELS(q4_f32_rows, 1, 0, 0)
-FORMAT_KERNELS(q4_minima_rows, 1, 1, 1)
-FORMAT_KERNELS(q4_f32_minima_rows, 1, 0, 1)
+/* The functions of one format of weights: `four`: 4 bits, not 8; `f16`: scales and minima are
+ * float16, not float32; `minima`: there are minima. All three are literals: each function is
+ * compiled without the branches of other formats. */
+typedef struct {
+  void (*unpack)(int32_t offset, const char *block, int64_t count, UnpackedPanel *out);
+  void (*add)(int64_t rows, const char *block, int64_t count, const Activations *a, float *totals,
+              Turn turn);
+} FormatKernels;
 
-typedef void (*QuantisedRows)(int64_t, const Matrix *, const Activations *, float *, int64_t, Turn);
+#define FORMAT_KERNELS(name, four, f16, minima)                                                \
+  static void unpack_##name(int32_t offset, const char *block, int64_t count,                  \
+                            UnpackedPanel *out) {                                              \
+    unpack_blocks((QuantisedFormat){four, f16, minima}, offset, block, count, out);            \
+  }                                                                                            \
+  static void add_##name(int64_t rows, const char *block, int64_t count, const Activations *a, \
+                         float *totals, Turn turn) {                                           \
+    quantised_rows(rows, (QuantisedFormat){four, f16, minima}, block, count, a, totals, turn); \
+  }                                                                                            \
+  static const FormatKernels name = {unpack_##name, add_##name};
+FORMAT_KERNELS(q8_f32, 0, 0, 0)
+FORMAT_KERNELS(q8_f32_minima, 0, 0, 1)
+FORMAT_KERNELS(q8_f16, 0, 1, 0)
+FORMAT_KERNELS(q8_f16_minima, 0, 1, 1)
+FORMAT_KERNELS(q4_f32, 1, 0, 0)
+FORMAT_KERNELS(q4_f32_minima, 1, 0, 1)
+FORMAT_KERNELS(q4_f16, 1, 1, 0)
+FORMAT_KERNELS(q4_f16_minima, 1, 1, 1)
 
-/* The kernel for a range of rows, alone or not. */
-INLINE QuantisedRows quantised_kernel(const Matrix *m, int alone) {
-  /* By number of bits, type of the factors, minima, and whether the range is alone. */
-  static const QuantisedRows kernels[2][2][2][2] = {
-      {{{q8_f32_rows, alone_q8_f32_rows}, {q8_f32_minima_rows, alone_q8_f32_minima_rows}},
-       {{q8_rows, alone_q8_rows}, {q8_minima_rows, alone_q8_minima_rows}}},
-      {{{q4_f32_rows, alone_q4_f32_rows}, {q4_f32_minima_rows, alone_q4_f32_minima_rows}},
-       {{q4_rows, alone_q4_rows}, {q4_minima_rows, alone_q4_minima_rows}}}};
-  return kernels[m->format == LINEAR_Q4][m->scales_f16][m->minima][alone];
+INLINE const FormatKernels *format_kernels(const Matrix *m) {
+  /* By number of bits, type of the factors, and minima. */
+  static const FormatKernels *const kernels[2][2][2] = {
+      {{&q8_f32, &q8_f32_minima}, {&q8_f16, &q8_f16_minima}},
+      {{&q4_f32, &q4_f32_minima}, {&q4_f16, &q4_f16_minima}}};
+  return kernels[m->format == LINEAR_Q4][m->scales_f16][m->minima];
 }
 #endif

@@ -4,7 +4,7 @@
 #define PACELINE_LINEAR_ROTATED_H
 
 #include "dots.h"
-#include "linear_units.h"
+#include "linear_blocks.h"
 #include "tiles.h"
 
 #if LANES == 16 && !defined(PAIRS_OF_BYTES)
@@ -27,7 +27,6 @@
 #define WHOLE 64 /* inputs that values of rows and weights are rounded up to: those of a tile */
 #define STEP (4 * PAIR)  /* bytes of weights for 4 inputs */
 #define STRETCH 192      /* most steps of weights that stay in the first-level cache for all rows */
-#define RANGES 8         /* ranges of rows in an item */
 #define INTEGER_TILES 32 /* rows of a block in tiles */
 
 #ifdef __AMX_INT8__
@@ -210,19 +209,19 @@ static void prepare_rotated_row(const Matrix *m, const float *x, int64_t rows, c
   factors->start = (dot_offset(0) - 128) * total;
 }
 
-/* A stretch of weights for a range of rows. A range that is alone fetches what it reads next into
- * the first-level cache. Several ranges divide what comes next among them, and fetch it into the
- * second-level cache: `fetch` is the range's part, which it reads at `spacing` bytes, four times in
- * two steps. Without branches a line is fetched twice by some; that costs nothing. */
+/* A stretch of weights for a range of rows. Weights are fetched into the second-level cache: by a
+ * range that is alone a fixed distance ahead. Several ranges divide what comes next among them:
+ * `fetch` is the range's part, which it reads at `spacing` bytes, four times in two steps. Without
+ * branches a line is fetched twice by some; that costs nothing. */
 typedef struct {
   const char *weights, *fetch;
   int64_t steps, spacing; /* `steps` is even */
   int fresh;              /* the first one */
-} Stretch;
+} RotatedStretch;
 
 /* Adds the products of a stretch to `sums` [rows][PAIR]. `alone`: no other range of rows reads the
  * same weights. */
-INLINE void rotated_sums(const int rows, const int vectors, const int alone, const Stretch s,
+INLINE void rotated_sums(const int rows, const int vectors, const int alone, const RotatedStretch s,
                          const char *x, int64_t stride, int32_t *sums) {
   const int passes = PAIR / (vectors * LANES);
   const int64_t spacing = s.spacing / passes;
@@ -245,7 +244,7 @@ INLINE void rotated_sums(const int rows, const int vectors, const int alone, con
 #pragma GCC unroll 4
       for (int line = 0; line < 4; line++)
         if (alone)
-          __builtin_prefetch(w + WEIGHTS_AHEAD + line * 64, 0, 3);
+          __builtin_prefetch(w + WEIGHTS_FAR_AHEAD + line * 64, 0, 2);
         else
           __builtin_prefetch(fetch, 0, 2), fetch += spacing;
 #pragma GCC unroll 2
@@ -277,8 +276,8 @@ INLINE void rotated_sums(const int rows, const int vectors, const int alone, con
     break;
 #define ROTATED_VECTORS(n) ((n) * MOST_VECTORS <= 8 ? MOST_VECTORS : VECTORS)
 
-static void add_rotated(int64_t rows, int alone, const Stretch s, const char *x, int64_t stride,
-                        int32_t *sums) {
+static void add_rotated(int64_t rows, int alone, const RotatedStretch s, const char *x,
+                        int64_t stride, int32_t *sums) {
   switch (rows) {
     ROTATED_CASE(1)
     ROTATED_CASE(2)
@@ -370,7 +369,7 @@ static void rotated_item(const Matrix *m, const char *scratch, int64_t rows, int
 #ifdef __AMX_INT8__
   if (in_integer_tiles(rows)) {
     _Alignas(64) int32_t sums[INTEGER_TILES * PAIR];
-    configure_tiles();
+    configure_tiles(64);
     for (int64_t r = start; r < stop; r += size) {
       const int64_t count = r + size < stop ? size : stop - r;
       rotated_tiles(count, weights, x + r * stride, stride, ins, r == start, sums);
@@ -385,7 +384,7 @@ static void rotated_item(const Matrix *m, const char *scratch, int64_t rows, int
   for (int64_t step = 0; step < steps; step += stretch)
     for (int64_t r = start, number = 0; r < stop; r += size, number++) {
       const int64_t count = r + size < stop ? size : stop - r;
-      Stretch s = {.weights = weights + step * STEP, .fresh = !step, .spacing = 64 / ranges};
+      RotatedStretch s = {.weights = weights + step * STEP, .fresh = !step, .spacing = 64 / ranges};
       s.steps = steps - step < stretch ? steps - step : stretch;
       s.fetch = s.weights + s.steps * STEP + s.steps * 2 * s.spacing * number;
       add_rotated(count, ranges == 1, s, x + r * stride + step * 4, stride,

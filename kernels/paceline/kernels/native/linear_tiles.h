@@ -1,8 +1,7 @@
 /* Linear layers of bfloat16 in tiles: blocks of up to 32 rows times two panels, whose lines are B
  * tiles as they lie. Rows of A tiles beyond the last row are whatever memory holds: their sums are
  * dropped. Activations are rounded to bfloat16; the order of the sums is the processor's, the same
- * for every row. Layers in quantisation blocks have none: each has scales of its own, so that its
- * sums would leave the tiles at once. Those of linear_rotated.h have tiles of integers. */
+ * for every row. Those of linear_rotated.h and linear_block_tiles.h have tiles of integers. */
 #ifndef PACELINE_LINEAR_TILES_H
 #define PACELINE_LINEAR_TILES_H
 
@@ -32,7 +31,7 @@ static void tile_pair(const Matrix *m, RowRange range, const char *scratch, floa
   const int64_t panel = stride * PANEL;
   const char *x = scratch + range.first * stride, *w = place(m->values, panel, first);
   _Alignas(64) float sums[TILE_ROWS * PAIR];
-  configure_tiles();
+  configure_tiles(64);
   TILE_ZERO(0);
   TILE_ZERO(1);
   TILE_ZERO(2);

@@ -18,34 +18,47 @@
 #define TILE_ZERO(t) _tile_zero(t)
 /* The intrinsics for reading do not tell gcc that they read memory. */
 #define WRITTEN __asm__ volatile("" ::: "memory")
-#define TILE_LOAD(t, from, stride) \
-  check_tile((from), (stride));    \
-  WRITTEN;                         \
+#define TILE_LOAD(t, from, stride)        \
+  check_tile((from), (stride), SIDE, 64); \
+  WRITTEN;                                \
   _tile_loadd(t, from, stride)
-#define TILE_STORE(t, to, stride) \
-  check_tile((to), (stride));     \
+#define TILE_STORE(t, to, stride)       \
+  check_tile((to), (stride), SIDE, 64); \
   _tile_stored(t, to, stride)
 #define TILE_DOT_BF16(c, a, b) _tile_dpbf16ps(c, a, b)
 /* c += a * b over four bytes, those of `a` signed and those of `b` unsigned. */
 #define TILE_DOT_SIGNED(c, a, b) _tile_dpbsud(c, a, b)
+/* Of products of bytes over 32 inputs, both signed: 16 rows of 32 bytes, 8 lines of 64, and the
+ * product of the two. */
+#define TILE_LOAD_ROWS(t, from, stride)   \
+  check_tile((from), (stride), SIDE, 32); \
+  WRITTEN;                                \
+  _tile_loadd(t, from, stride)
+#define TILE_LOAD_LINES(t, from, stride) \
+  check_tile((from), (stride), 8, 64);   \
+  WRITTEN;                               \
+  _tile_loadd(t, from, stride)
+#define TILE_DOT_BYTES(c, a, b) _tile_dpbssd(c, a, b)
 
 /* The sanitizer does not see what the instructions read and write. */
-INLINE void check_tile(const void *at, int64_t stride) {
-  for (int row = 0; GAP && row < SIDE; row++) CHECK_MEMORY((const char *)at + row * stride, 64);
+INLINE void check_tile(const void *at, int64_t stride, int rows, int bytes) {
+  for (int row = 0; GAP && row < rows; row++) CHECK_MEMORY((const char *)at + row * stride, bytes);
 }
 
-/* Sets the tiles' shapes in this thread, unless they are set: other libraries, such as oneDNN in
+/* Sets the tiles' shapes in this thread, unless they are set, for products over `depth` bytes: 64,
+ * or 32 for products of signed bytes. Other libraries, such as oneDNN in
  * PyTorch, change and release them on the same threads between two calls. Setting clears all tiles
  * and takes longer than reading. Linux wants to be asked before the first use. */
-INLINE void configure_tiles(void) {
+INLINE void configure_tiles(const int depth) {
   static __thread int asked;
-  _Alignas(64) static const struct {
+  const uint8_t lines = (uint8_t)(depth / 4);
+  _Alignas(64) const struct {
     uint8_t palette, start_row, reserved[14];
     uint16_t row_bytes[16];
     uint8_t rows[16];
   } shapes = {.palette = 1,
-              .row_bytes = {64, 64, 64, 64, 64, 64, 64, 64},
-              .rows = {SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE}};
+              .row_bytes = {64, 64, 64, 64, (uint16_t)depth, (uint16_t)depth, 64, 64},
+              .rows = {SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, lines, lines}};
   _Alignas(64) char found[sizeof shapes];
   if (!asked) syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */);
   asked = 1;
@@ -73,6 +86,22 @@ INLINE float from_bf16(uint32_t bits) {
   for (int64_t tile_row = 0; tile_row < SIDE; tile_row++) \
   memcpy((char *)(to) + tile_row * (int64_t)(stride), tile_registers[t][tile_row], 64)
 #define TILE_DOT_BF16(c, a, b) dot_bf16(c, a, b)
+#define TILE_LOAD_ROWS(t, from, stride)                   \
+  for (int64_t tile_row = 0; tile_row < SIDE; tile_row++) \
+  memcpy(tile_registers[t][tile_row], (const char *)(from) + tile_row * (int64_t)(stride), 32)
+#define TILE_LOAD_LINES(t, from, stride)               \
+  for (int64_t tile_row = 0; tile_row < 8; tile_row++) \
+  memcpy(tile_registers[t][tile_row], (const char *)(from) + tile_row * (int64_t)(stride), 64)
+#define TILE_DOT_BYTES(c, a, b) dot_bytes(c, a, b)
+
+static inline void dot_bytes(int c, int a, int b) {
+  for (int row = 0; row < SIDE; row++)
+    for (int n = 0; n < SIDE; n++)
+      for (int k = 0; k < 8; k++)
+        for (int byte = 0; byte < 32; byte += 8)
+          tile_registers[c][row][n] += (uint32_t)((int8_t)(tile_registers[a][row][k] >> byte) *
+                                                  (int8_t)(tile_registers[b][k][n] >> byte));
+}
 
 /* Without the instruction's flushing of denormals. */
 static inline void dot_bf16(int c, int a, int b) {
@@ -91,7 +120,7 @@ static inline void dot_bf16(int c, int a, int b) {
     }
 }
 
-INLINE void configure_tiles(void) {}
+INLINE void configure_tiles(const int depth) {}
 #endif
 
 #endif
