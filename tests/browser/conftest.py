@@ -30,19 +30,20 @@ class Services:
     """Addresses of running services."""
 
     verifier: str
-    drafter: str
     gateway: str  # its gateway asks for the key "secret"
 
 
 @pytest.fixture(scope="session")
 def services() -> Iterator[Services]:
-    verifier = ServiceProcess("verifier", ["--target", str(TARGET), "--schedule", "off"])
-    drafter = ServiceProcess("drafter", ["--load", "ngram=ngram"])
-    with verifier, drafter:
-        arguments = ["--verifier-address", verifier.address, "--drafter-address", drafter.address]
-        environment = {"PACELINE_API_KEY": "secret"}
-        with ServiceProcess("gateway", arguments, environment=environment) as gateway:
-            yield Services(verifier.address, drafter.address, gateway.address)
+    environment = {"PACELINE_API_KEY": "secret"}
+    with (
+        ServiceProcess("verifier", ["--target", str(TARGET), "--schedule", "off"]) as verifier,
+        ServiceProcess("drafter", ["--load=ngram", f"--verifier={verifier.address}"]),
+        ServiceProcess(
+            "gateway", [f"--verifier-address={verifier.address}"], environment=environment
+        ) as gateway,
+    ):
+        yield Services(verifier.address, gateway.address)
 
 
 class Unending(MockTransport):

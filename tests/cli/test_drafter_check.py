@@ -19,8 +19,14 @@ HELPERS = Path(__file__).parents[1] / "drafter"
 def services(target: Path) -> Iterator[tuple[str, str]]:
     """Addresses of a verifier, and of a drafter with methods that read KV, or fail."""
     paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(HELPERS)]))
-    drafter = ServiceProcess("drafter", ["--load", "main=ngram"], environment={"PYTHONPATH": paths})
-    with ServiceProcess("verifier", ["--target", str(target)]) as verifier, drafter:
+    with (
+        ServiceProcess("verifier", ["--target", str(target)]) as verifier,
+        ServiceProcess(
+            "drafter",
+            ["--load", "main=ngram", "--verifier", verifier.address],
+            environment={"PYTHONPATH": paths},
+        ) as drafter,
+    ):
         yield verifier.address, drafter.address
 
 

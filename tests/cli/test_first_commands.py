@@ -102,13 +102,9 @@ def test_what_serve_runs_is_waited_for_and_asked(
     serving = paceline(*words, env=environment, stdout=subprocess.DEVNULL)
     try:
         assert paceline(*wait, env=environment, stdout=subprocess.DEVNULL).wait(300) == 0
-        options = {
-            "env": {**environment, "PACELINE_DRAFTER_ADDRESS": ""},
-            "stderr": subprocess.PIPE,
-        }
-        asked = paceline(
-            "generate", "Hello", "--max-tokens=4", stdout=subprocess.DEVNULL, **options
-        )
+        words = ("generate", "Hello", "--max-tokens=4")
+        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+        asked = paceline(*words, env=environment, **pipes)
         assert asked.communicate()[1] == ""
         assert asked.returncode == 0
         if page == PAGES[2]:

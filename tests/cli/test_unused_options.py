@@ -16,7 +16,7 @@ LINES = [
     ("health 127.0.0.1:1", "--tls-server-name=a"),
     ("gateway --address=127.0.0.1:0", "--tls-server-name=a"),
     ("chat", "--weights=int4 --load=ngram"),
-    (f"chat {TARGET}", "--verifier-address=a:1 --drafter-address=a:2 --tls --token-file=x"),
+    (f"chat {TARGET}", "--verifier-address=a:1 --tls --token-file=x"),
     (f"chat {TARGET}", "--tls-ca=x --tls-cert=x --tls-key=x --tls-server-name=x"),
     (f"drafters list {HERE} --json", "--wide"),
     (f"drafters load a ngram {HERE}", "--verifier-address=a:1"),

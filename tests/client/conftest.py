@@ -19,6 +19,5 @@ QUICK = RetryOptions(budget=60, first_delay=0.005, longest_delay=0.05)
 
 @pytest.fixture
 async def client(world: World) -> AsyncIterator[Client]:
-    """A client of both fakes, whose drafter service joins with the first generation."""
-    async with Client(*world.addresses, cache_dir=None, retry=QUICK) as client:
+    async with Client(world.address, cache_dir=None, retry=QUICK) as client:
         yield client

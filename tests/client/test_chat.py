@@ -127,8 +127,7 @@ async def test_a_model_without_a_template_is_said() -> None:
 
 def services(world: World) -> list[str]:
     world.verifier.chat_template = TEMPLATE
-    verifier, drafter = world.addresses
-    return ["chat", "--verifier-address", verifier, "--drafter-address", drafter, "--seed", "5"]
+    return ["chat", "--verifier-address", world.address, "--seed", "5"]
 
 
 @pytest.mark.parametrize("end", ["/quit", "/exit", "/bye"])

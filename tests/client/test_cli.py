@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.verifier import World, continuation
+from fakes.verifier import World, continuation, joined
 from rich.console import Console
 
 from paceline.cli import compare as comparison
@@ -29,10 +29,9 @@ TEXT = bytes(continuation([*b"hi"], 40, 5)).decode()
 
 async def generate(world: World, *arguments: str) -> int:
     """Runs the command in a thread, as its own event loop demands."""
-    verifier, drafter = world.addresses
-    services = ["--verifier-address", verifier, "--drafter-address", drafter]
     common = ["--max-new-tokens", "40", "--seed", "5", "--retry-seconds", "0.2"]
-    return await asyncio.to_thread(main, ["generate", *services, *common, *arguments])
+    words = ["generate", "--verifier-address", world.address, *common, *arguments]
+    return await asyncio.to_thread(main, words)
 
 
 EAGERLY = ("--draft-always", "--draft-timeout", "60")
@@ -62,7 +61,6 @@ async def test_generate_prints_json(world: World, capsys: pytest.CaptureFixture[
     assert result["stats"]["drafted_rounds"] == 0
     assert result["stats"]["fallbacks"] == {}
     assert result["stats"]["batch_invariant"] is True
-    assert not world.registry.asked
 
 
 async def test_generate_reads_files_and_stdin(
@@ -192,15 +190,14 @@ async def test_bad_arguments(
 
 
 async def compare(world: World, *arguments: str) -> int:
-    verifier, drafter = world.addresses
-    services = ["--verifier-address", verifier, "--drafter-address", drafter]
-    return await asyncio.to_thread(main, ["compare", *services, *arguments])
+    words = ["compare", "--verifier-address", world.address, *arguments]
+    return await asyncio.to_thread(main, words)
 
 
 async def test_drafters_are_compared_with_plain_decoding(
     world: World, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    world.registry.names = ["fake", "other"]
+    world.verifier.joined = [joined("fake", "other")]
     file = tmp_path / "prompts.jsonl"
     file.write_text('"hi"\n"second"\n')
     assert await compare(world, "--prompts", str(file), "--runs", "2", "--json") == 0
@@ -254,11 +251,11 @@ def shown(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[], Awaitable[int]]:
     """Runs the demo with the fakes as its services; its exit code."""
-    world.registry.names = ["fake", "other"]
+    world.verifier.joined = [joined("fake", "other")]
     (tmp_path / "config.json").write_text("{}")
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in PROMPTS))
-    monkeypatch.setattr(comparison, "own_services", lambda *_: nullcontext(world.addresses))
+    monkeypatch.setattr(comparison, "own_services", lambda *_: nullcontext(world.address))
     args = demo_arguments(model=tmp_path, prompts=file, load=["x=y"])
     return lambda: asyncio.to_thread(comparison.run_demo, args)
 

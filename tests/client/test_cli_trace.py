@@ -22,8 +22,7 @@ def parsed(lines: list[str]) -> list[tuple[str | None, ...]]:
 
 
 async def test_the_rounds_of_a_new_text(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    verifier, drafter = world.addresses
-    services = ["--verifier-address", verifier, "--drafter-address", drafter]
+    services = ["--verifier-address", world.address]
     arguments = ["trace", "hi", *services, "--max-new-tokens", "40", "--draft-always", "--seed=5"]
     assert await asyncio.to_thread(main, arguments) == 0
     head, *lines, words = capsys.readouterr().out.splitlines()

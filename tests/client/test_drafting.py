@@ -1,4 +1,4 @@
-"""What a generation says about drafting, and how drafter services come to its verifier."""
+"""What a generation says about drafting, and which drafters there are."""
 
 import asyncio
 import logging
@@ -12,6 +12,7 @@ from paceline.client import (
     Client,
     DraftOptions,
     NotFoundError,
+    RetryOptions,
     RoundStats,
     SourceStats,
     Stats,
@@ -24,6 +25,7 @@ from .conftest import QUICK
 
 PROMPT = [104, 105, 106]
 SEED = 5
+ONE_TRY = RetryOptions(budget=0.0)
 
 
 async def test_statistics_are_those_of_the_responses(world: World, client: Client) -> None:
@@ -109,7 +111,6 @@ async def test_without_drafting(world: World, client: Client) -> None:
     assert result.stats.free_run_tokens == 100
     assert result.stats.drafted_rounds == 0
     assert result.stats.undrafted == {"no_drafter": 100}
-    assert not world.registry.asked
     assert world.verifier.starts[0].drafter == world.verifier.creates[0].drafter == "none"
 
 
@@ -119,7 +120,7 @@ async def test_the_verifier_is_told_which_drafter_and_how(
 ) -> None:
     world.verifier.joined = [joined("fake", "other")]
     drafting = DraftOptions(timeout=0.25, adaptive=False)
-    async with Client(*world.addresses, cache_dir=None, drafting=drafting) as client:
+    async with Client(world.address, cache_dir=None, drafting=drafting) as client:
         await client.generate(PROMPT, max_new_tokens=40, seed=SEED, drafter=drafter, max_nodes=3)
         await client.generate(PROMPT, max_new_tokens=40, seed=SEED)
     start, other = world.verifier.starts
@@ -128,7 +129,6 @@ async def test_the_verifier_is_told_which_drafter_and_how(
         assert request.drafter == (drafter or "")
     assert (start.always_draft, start.draft_timeout_ms, start.max_nodes) == (True, 250, 3)
     assert other.max_nodes == 0
-    assert not world.registry.asked, "it has joined already"
 
 
 async def test_chunks_say_why_they_were_not_drafted(world: World, client: Client) -> None:
@@ -164,99 +164,66 @@ async def test_failures_of_drafting_are_counted_and_logged(
     assert levels == [logging.WARNING] + [logging.INFO] * 3
 
 
-# Joining.
-
-
-async def test_a_service_is_asked_to_join_before_the_prefill(world: World, client: Client) -> None:
-    results = await asyncio.gather(
-        *(client.generate([n, 1], max_new_tokens=40, seed=SEED, drafter="fake") for n in range(8))
-    )
-    assert world.registry.asked == [world.addresses[0]]
-    assert all(result.stats.drafted_rounds for result in results)
-    assert not any(result.stats.fallbacks for result in results)
-
-
-@pytest.mark.parametrize("fault", ["refusing", "down"])
-async def test_a_service_that_does_not_join_costs_drafting_only(
-    world: World, fault: str, caplog: pytest.LogCaptureFixture
+async def test_a_drafter_that_is_not_there_costs_drafting_only(
+    world: World, client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
-    world.registry.mode = fault
-    if fault == "down":
-        await world.registry_service.stop()
-    async with Client(*world.addresses, cache_dir=None, retry=QUICK) as client:
-        for _ in range(3):
-            result = await client.generate(PROMPT, max_new_tokens=40, seed=SEED, drafter="wanted")
-            assert result.token_ids == continuation(PROMPT, 40, SEED)
-            assert result.stats.fallbacks == {"drafter_unavailable": 1}
-            (problem,) = result.stats.problems
-            assert problem.startswith("drafter 'wanted' is not there: ")
-            assert (f"no drafter answers at {world.addresses[1]}" in problem) == (fault == "down")
-    assert len(world.registry.asked) == (fault != "down"), "not again within some seconds"
-    assert len([record for record in caplog.records if "did not join" in record.message]) == 1
+    """And nothing is said where none is wanted."""
+    world.verifier.joined = []
+    for drafter, problems in (
+        (None, []),
+        ("none", []),
+        ("wanted", ["drafter 'wanted' is not there: no drafter service with it has joined"]),
+    ):
+        result = await client.generate(PROMPT, max_new_tokens=40, seed=SEED, drafter=drafter)
+        assert result.token_ids == continuation(PROMPT, 40, SEED)
+        assert result.stats.problems == problems
+        assert result.stats.fallbacks == dict.fromkeys(["drafter_unavailable"] * len(problems), 1)
+    assert not caplog.records
 
 
 async def test_a_drafter_that_no_service_ever_had_is_an_error_at_once(
-    world: World, client: Client
+    world: World, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("paceline.client._fleet.MAX_AGE", 0.0)
     with pytest.raises(NotFoundError, match="no drafter 'wanted' here; there are: none, fake"):
         await client.generate(PROMPT, drafter="wanted")
     assert not world.verifier.creates
     await client.generate(PROMPT, max_new_tokens=4, drafter="fake")
     world.verifier.joined = [joined("other")]
-    world.registry.mode = "unknown"
     result = await client.generate(PROMPT, max_new_tokens=4, drafter="fake", seed=SEED)
     assert result.token_ids == continuation(PROMPT, 4, SEED), "it was there: it may come back"
+    assert result.stats.fallbacks == {"drafter_unavailable": 1}
 
 
-async def test_a_hung_service_is_waited_for_once(
-    world: World, monkeypatch: pytest.MonkeyPatch
+async def test_a_drafter_that_has_just_joined_is_used(
+    world: World, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.client._fleet.JOIN_TIMEOUT", 0.05)
-    world.registry.may_answer.clear()
-    async with Client(*world.addresses, cache_dir=None, retry=QUICK) as client:
-        for _ in range(2):
-            result = await client.generate(PROMPT, max_new_tokens=40, seed=SEED)
-            assert result.token_ids == continuation(PROMPT, 40, SEED)
-            assert result.stats.fallbacks == {"drafter_unavailable": 1}
-    assert len(world.registry.asked) == 1
-
-
-async def test_closing_does_not_wait_for_a_service_to_join(world: World) -> None:
-    world.registry.may_answer.clear()
-    client = Client(*world.addresses, cache_dir=None, retry=QUICK)
-    generation = asyncio.ensure_future(client.generate(PROMPT))
-    await world.registry.wait_for(lambda: bool(world.registry.asked))
-    generation.cancel()
-    await client.aclose()
-    assert not world.verifier.creates
-
-
-async def test_a_client_without_drafter_addresses_uses_what_has_joined(world: World) -> None:
-    world.verifier.joined = [joined("fake")]
-    async with Client(world.addresses[0], cache_dir=None) as client:
-        result = await client.generate(PROMPT, max_new_tokens=40, seed=SEED)
-    assert result.stats.drafted_rounds
-    assert not result.stats.fallbacks
+    """Before the prefill, since the cache keeps the hidden states that the drafter reads."""
+    monkeypatch.setattr("paceline.client._fleet.MAX_AGE", 600.0)
+    await client.generate(PROMPT, max_new_tokens=4)
+    world.verifier.joined = [joined("fake", "late")]
+    results = await asyncio.gather(
+        *(client.generate([n, 1], max_new_tokens=40, seed=SEED, drafter="late") for n in range(8))
+    )
+    assert all(result.stats.drafted_rounds for result in results)
+    assert not any(result.stats.fallbacks for result in results)
 
 
 async def test_drafters_are_listed_default_first(world: World, client: Client) -> None:
-    world.registry.names = ["zeta", "alpha", "beta"]
-    assert await client.drafters() == ("zeta", "alpha", "beta"), "of the service: none has joined"
     world.verifier.joined = [joined("own", "beta"), joined("alpha", "own")]
-    async with Client(*world.addresses, cache_dir=None) as other:
-        assert await other.drafters() == ("own", "beta", "alpha")
-    await world.registry_service.stop()
+    assert await client.drafters() == ("own", "beta", "alpha")
     world.verifier.joined = []
-    async with Client(*world.addresses, cache_dir=None, retry=QUICK) as other:
-        with pytest.raises(UnavailableError):
+    assert await client.drafters() == ()
+    await world.service.stop()
+    with pytest.raises(UnavailableError):
+        async with Client(world.address, cache_dir=None, retry=ONE_TRY) as other:
             await other.drafters()
-    async with Client(world.addresses[0], cache_dir=None) as other:
-        assert await other.drafters() == ()
 
 
-async def test_a_verifier_that_guesses_by_itself_has_the_drafter_local(world: World) -> None:
-    """First, unless a service's default drafter does more than look up. No service needs to be
-    there, and `local` is not asked of any."""
+async def test_a_verifier_that_guesses_by_itself_has_the_drafter_local(
+    world: World, client: Client
+) -> None:
+    """First, unless a service's default drafter does more than look up."""
     world.verifier.local_sources = ["ngram", "grammar"]
     for services, expected in (
         ([], ("local",)),
@@ -264,19 +231,15 @@ async def test_a_verifier_that_guesses_by_itself_has_the_drafter_local(world: Wo
         ([joined("trained", method="dspark")], ("trained", "local")),
     ):
         world.verifier.joined = services
-        async with Client(world.addresses[0], cache_dir=None) as client:
-            assert await client.drafters() == expected
-    await world.registry_service.stop()
+        assert await client.drafters() == expected
     world.verifier.joined = []
-    async with Client(*world.addresses, cache_dir=None, retry=QUICK) as client:
-        assert await client.drafters() == ("local",)
-        for drafter in (None, "local"):
-            result = await client.generate(PROMPT, max_new_tokens=5, seed=SEED, drafter=drafter)
-            assert not result.stats.fallbacks
-            assert not result.stats.problems
+    for drafter in (None, "local"):
+        result = await client.generate(PROMPT, max_new_tokens=5, seed=SEED, drafter=drafter)
+        assert not result.stats.fallbacks
+        assert not result.stats.problems
     world.verifier.local_sources = []
-    async with Client(*world.addresses, cache_dir=None, retry=QUICK) as client:
-        result = await client.generate(PROMPT, max_new_tokens=5, seed=SEED, drafter="local")
+    async with Client(world.address, cache_dir=None, retry=QUICK) as other:
+        result = await other.generate(PROMPT, max_new_tokens=5, seed=SEED, drafter="local")
         assert result.stats.problems
 
 

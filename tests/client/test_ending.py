@@ -105,7 +105,7 @@ async def test_aclose_frees_the_cache_before_it_returns(world: World, client: Cl
 async def test_a_result_does_not_wait_for_the_release(world: World) -> None:
     """But the end of the client does."""
     world.verifier.may_release.clear()
-    async with Client(*world.addresses, cache_dir=None) as client:
+    async with Client(world.address, cache_dir=None) as client:
         generation = client.generate(PROMPT, max_new_tokens=5)
         await generation
         assert not generation.handle
@@ -115,7 +115,7 @@ async def test_a_result_does_not_wait_for_the_release(world: World) -> None:
 
 
 async def test_closing_the_client_ends_all(world: World) -> None:
-    async with Client(*world.addresses, cache_dir=None) as client:
+    async with Client(world.address, cache_dir=None) as client:
         _, task = await started(client)
         waiting = client.generate(PROMPT)
     with pytest.raises(ClientClosedError):

@@ -1,10 +1,11 @@
 """The mapping from gRPC errors to exceptions of the client."""
 
 import asyncio
+from pathlib import Path
 
 import grpc
 import pytest
-from fakes.verifier import World, status
+from fakes.verifier import Service, World, status
 
 from paceline import client as package
 from paceline.client import (
@@ -53,12 +54,14 @@ def test_invalid_trailers_do_not_hide_the_code() -> None:
 
 
 async def test_errors_name_the_service_its_address_and_what_to_do(
-    world: World, caplog: pytest.LogCaptureFixture
+    world: World, short_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    verifier, drafter = world.addresses
-    async with Client(drafter, cache_dir=None) as client:
-        with pytest.raises(UnimplementedError, match=f"at {drafter} is not a verifier.*swapped"):
+    other = Service(short_folder / "other", lambda _: None)
+    await other.start()
+    async with Client(other.address, cache_dir=None) as client:
+        with pytest.raises(UnimplementedError, match=f"{other.address} is not a verifier.*swapped"):
             await client.generate("x")
+    await other.stop()
     retry = RetryOptions(budget=0.01, first_delay=0.005)
     async with Client("127.0.0.1:9", cache_dir=None, retry=retry) as client:
         expected = "no verifier answers at 127.0.0.1:9: start one with `paceline serve MODEL`"
@@ -67,8 +70,10 @@ async def test_errors_name_the_service_its_address_and_what_to_do(
     (warning,) = [record.message for record in caplog.records if "trying again" in record.message]
     assert warning.endswith("trying again for up to 0.01 s")
     world.verifier.protocol_version = 7
-    async with Client(verifier, cache_dir=None) as client:
-        expected = f"verifier at {verifier} speaks version 7 of the protocol, this client version 1"
+    async with Client(world.address, cache_dir=None) as client:
+        expected = (
+            f"verifier at {world.address} speaks version 7 of the protocol, this client version 1"
+        )
         with pytest.raises(PreconditionError, match=expected):
             await client.generate("x")
 

@@ -1,4 +1,4 @@
-"""Several verifiers and drafter services: the choice, moves, refusals, lists and DNS names."""
+"""Several verifiers: the choice, moves, refusals, lists and DNS names."""
 
 import asyncio
 import logging
@@ -9,11 +9,9 @@ import grpc
 import pytest
 from fakes.transport import MockTransport
 from fakes.verifier import (
-    FakeRegistry,
     FakeVerifier,
     Service,
     continuation,
-    registry_service,
     status,
     verifier_service,
 )
@@ -33,7 +31,7 @@ QUICK = RetryOptions(budget=60, first_delay=0.005, longest_delay=0.05)
 
 
 class Site:
-    """Three fake verifiers and two fake registries, on unix sockets."""
+    """Three fake verifiers on unix sockets."""
 
     def __init__(self, folder: Path) -> None:
         self.verifiers = [FakeVerifier() for _ in range(3)]
@@ -41,15 +39,6 @@ class Site:
         for index, verifier in enumerate(self.verifiers):
             verifier.instance = f"instance {index}"
             self.services.append(verifier_service(folder / f"v{index}", verifier))
-        known = {
-            service.address: verifier
-            for service, verifier in zip(self.services, self.verifiers, strict=True)
-        }
-        self.registries = [FakeRegistry(known) for _ in range(2)]
-        self.registry_services = [
-            registry_service(folder / f"d{index}", registry)
-            for index, registry in enumerate(self.registries)
-        ]
 
     def addresses(self, *indices: int) -> str:
         return ",".join(self.services[index].address for index in indices)
@@ -68,18 +57,17 @@ class Site:
 @pytest.fixture
 async def site(short_folder: Path) -> AsyncIterator[Site]:
     site = Site(short_folder)
-    for service in (*site.services, *site.registry_services):
+    for service in site.services:
         await service.start()
     yield site
-    for service in (*site.registry_services, *site.services):
+    for service in site.services:
         await service.stop()
 
 
-def client_of(site: Site, *indices: int, drafter: str | None = None, budget: float = 60) -> Client:
+def client_of(site: Site, *indices: int, budget: float = 60) -> Client:
     """A client of some of the verifiers."""
     return Client(
         site.addresses(*indices),
-        drafter_address=drafter,
         cache_dir=None,
         retry=RetryOptions(budget=budget, first_delay=0.005, longest_delay=0.05),
         unread_chunks=2,
@@ -103,9 +91,6 @@ def test_the_oldest_prefixes_are_forgotten() -> None:
 def test_a_bad_list_is_an_error(text: str) -> None:
     with pytest.raises(InvalidRequestError, match="address of a verifier"):
         Client(text)
-    if text:
-        with pytest.raises(InvalidRequestError, match="address of a drafter"):
-            Client("a:1", drafter_address=text)
 
 
 def test_a_good_list() -> None:
@@ -418,14 +403,3 @@ async def test_a_fork_stays_with_its_parent_or_begins_anew(site: Site) -> None:
         fork = await client.generate(text, max_new_tokens=5, seed=SEED, parent=parent)
         assert fork.token_ids == continuation(text, 5, SEED)
         assert fork.stats.verifiers != [site.addresses(holder)]
-
-
-async def test_a_killed_verifiers_drafters_join_the_next_one(site: Site) -> None:
-    """Every service of the list, at every verifier that lacks the wanted drafter."""
-    addresses = ",".join(service.address for service in site.registry_services)
-    async with client_of(site, 0, 1, 2, drafter=addresses) as client:
-        before, after = await disturbed(client, site, "kill")
-    assert before != after
-    for registry in site.registries:
-        assert registry.asked == [site.addresses(before), site.addresses(after)]
-    await site.verifiers[after].all_released()

@@ -89,7 +89,7 @@ async def test_the_verifier_runs_no_further_ahead_than_the_window(
     world: World, drafter: str, window: int, merged: int
 ) -> None:
     world.verifier.merged = merged
-    async with Client(*world.addresses, cache_dir=None, unread_chunks=window) as client:
+    async with Client(world.address, cache_dir=None, unread_chunks=window) as client:
         generation = client.generate(PROMPT, max_new_tokens=200, seed=SEED, drafter=drafter)
         tokens: list[int] = []
         taken = 0
@@ -114,7 +114,7 @@ async def test_a_caller_that_awaits_grants_all_steps(world: World, client: Clien
 
 
 async def test_awaiting_in_mid_stream_does_not_wait_for_the_reader(world: World) -> None:
-    async with Client(*world.addresses, cache_dir=None, unread_chunks=2) as client:
+    async with Client(world.address, cache_dir=None, unread_chunks=2) as client:
         generation = client.generate(PROMPT, max_new_tokens=400, seed=SEED)
         async for _ in generation:
             result = await generation
@@ -140,7 +140,7 @@ async def test_a_kept_cache_is_a_parent_until_it_is_closed(world: World, client:
 
 
 async def test_a_kept_cache_goes_with_its_client(world: World) -> None:
-    async with Client(*world.addresses, cache_dir=None) as client:
+    async with Client(world.address, cache_dir=None) as client:
         await client.generate(PROMPT, max_new_tokens=20, keep_cache=True)
         assert world.verifier.caches
     assert not world.verifier.caches

@@ -25,7 +25,7 @@ async def served(world: World) -> int:
 
 
 async def generate(world: World, folder: Path | None) -> None:
-    async with Client(*world.addresses, cache_dir=folder) as client:
+    async with Client(world.address, cache_dir=folder) as client:
         result = await client.generate("ab", max_new_tokens=3)
         assert len(result.text) == 3
 

@@ -77,7 +77,7 @@ def test_no_token_is_lost_or_repeated(
 
         verifier.fault = fault
         async with Client(
-            *world.addresses, cache_dir=None, retry=FAST, unread_chunks=window
+            world.address, cache_dir=None, retry=FAST, unread_chunks=window
         ) as client:
             generation = client.generate(
                 PROMPT, max_new_tokens=60, seed=SEED, drafter=drafter, logprobs=2
@@ -202,7 +202,7 @@ ONE_DELAY = RetryOptions(budget=0.005, first_delay=0.005, longest_delay=1.0)
 
 async def test_constant_failures_exhaust_the_retry_budget(world: World) -> None:
     world.verifier.start_fault = grpc.StatusCode.UNAVAILABLE
-    async with Client(*world.addresses, cache_dir=None, retry=ONE_DELAY) as client:
+    async with Client(world.address, cache_dir=None, retry=ONE_DELAY) as client:
         with pytest.raises(UnavailableError):
             await client.generate(PROMPT, max_new_tokens=100, seed=SEED)
     assert len(world.verifier.starts) == 2
@@ -212,7 +212,7 @@ async def test_constant_failures_exhaust_the_retry_budget(world: World) -> None:
 async def test_progress_resets_the_retry_budget(world: World) -> None:
     """The budget is for time without progress, not for the whole generation."""
     world.verifier.fault = lambda position: "reset" if position % 5 == 0 else None
-    async with Client(*world.addresses, cache_dir=None, retry=ONE_DELAY) as client:
+    async with Client(world.address, cache_dir=None, retry=ONE_DELAY) as client:
         result = await client.generate(PROMPT, max_new_tokens=60, seed=SEED, drafter="none")
     assert result.token_ids == continuation(PROMPT, 60, SEED)
     assert result.stats.fallbacks["verifier_resumed"] > 3
@@ -220,7 +220,7 @@ async def test_progress_resets_the_retry_budget(world: World) -> None:
 
 async def test_a_verifier_that_stays_full_is_an_error(world: World) -> None:
     world.verifier.full = 10**6
-    async with Client(*world.addresses, cache_dir=None, retry=QUICK) as client:
+    async with Client(world.address, cache_dir=None, retry=QUICK) as client:
         with pytest.raises(CapacityError) as caught:
             await client.generate(PROMPT)
         assert caught.value.reason == "KV_FULL"

@@ -49,15 +49,12 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     target = ["--target", str(folder / MODEL), "--weights", "float32"]
     with (
         ServiceProcess("verifier", target) as verifier,
-        ServiceProcess("drafter", ["--load", "ngram"]) as drafter,
+        ServiceProcess("drafter", ["--load=ngram", f"--verifier={verifier.address}"]),
         ServiceProcess(
             "gateway",
             [
-                *("--verifier-address", verifier.address, "--drafter-address", drafter.address),
-                *(
-                    "--chat-template",
-                    str(folder / "template"),
-                ),
+                *("--verifier-address", verifier.address),
+                *("--chat-template", str(folder / "template")),
             ],
         ) as gateway,
     ):

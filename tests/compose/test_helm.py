@@ -260,13 +260,11 @@ def test_the_gateway_knows_every_verifier(together: bool) -> None:
     objects = render({"coLocated": together, "verifier": {"count": 3}})
     (gateway,) = of_kind(objects, "Deployment", "-gateway").values()
     variables = {each["name"]: each["value"] for each in containers(gateway)["gateway"]["env"]}
-    services = of_kind(objects, "Service")
-    for service in ("VERIFIER", "DRAFTER"):
-        name, _, port = variables[f"PACELINE_{service}_ADDRESS"].rpartition(":")
-        spec = services[name.removeprefix("dns:///")]["spec"]
-        assert int(port) in [each["port"] for each in spec["ports"]]
-        headless = service == "VERIFIER" or together
-        assert (name.startswith("dns:///"), spec.get("clusterIP") == "None") == (headless,) * 2
+    name, _, port = variables["PACELINE_VERIFIER_ADDRESS"].rpartition(":")
+    spec = of_kind(objects, "Service")[name.removeprefix("dns:///")]["spec"]
+    assert int(port) in [each["port"] for each in spec["ports"]]
+    assert name.startswith("dns:///")
+    assert spec["clusterIP"] == "None"
 
 
 def test_every_pod_has_a_policy_for_its_ports() -> None:

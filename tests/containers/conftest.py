@@ -56,10 +56,8 @@ class Deployment(DockerCompose):
 
     def client(self, retry: RetryOptions | None = None) -> Client:
         """A client on this machine, through the published ports."""
-        verifier, drafter = (f"127.0.0.1:{self.ports[n]}" for n in ("VERIFIER", "DRAFTER"))
         return Client(
-            verifier,
-            drafter_address=drafter,
+            f"127.0.0.1:{self.ports['VERIFIER']}",
             token=self.token,
             tls=TlsOptions(ca=self.ca),
             retry=retry,

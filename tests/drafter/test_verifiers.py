@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
@@ -14,9 +14,9 @@ from fakes.exchange import CARRIERS, Peer, fake_verifier
 from paceline.drafter import DrafterSpec
 from paceline.drafter.service import build_service
 from paceline.service import OptionsError
-from paceline.v1 import drafter_pb2, drafter_pb2_grpc
+from paceline.v1 import drafter_pb2
 
-from .conftest import Drafting, drafting, failure, load, running, unload
+from .conftest import Drafting, drafting, load, running, unload
 
 CODE = grpc.StatusCode
 
@@ -24,11 +24,6 @@ CODE = grpc.StatusCode
 async def links(service: Drafting) -> list[drafter_pb2.VerifierLink]:
     response = await service.registry.ListDrafters(drafter_pb2.ListDraftersRequest())
     return list(response.verifiers)
-
-
-async def join(registry: Any, address: str) -> drafter_pb2.VerifierLink:
-    request = drafter_pb2.JoinVerifierRequest(address=address)
-    return (await registry.JoinVerifier(request)).verifier
 
 
 @pytest.mark.parametrize("carrier", CARRIERS)
@@ -114,41 +109,39 @@ async def test_folders_are_not_announced(folder: Path) -> None:
         assert (info.method, info.folder) == ("lm", "")
 
 
-async def test_a_verifier_is_joined_on_request_if_the_list_allows_it(short_folder: Path) -> None:
-    service = build_service([DrafterSpec.parse("ngram")], verifiers=["unix:*", "127.0.0.1:*"])
-    address = f"unix:{short_folder}/drafter"
-    async with (
-        fake_verifier(short_folder) as verifier,
-        running(service, address),
-        grpc.aio.insecure_channel(address) as channel,
-    ):
-        registry: Any = drafter_pb2_grpc.DrafterRegistryServiceStub(channel)
-        assert service.exchange.links() == []
-        both = await asyncio.gather(*(join(registry, verifier.address) for _ in range(2)))
-        assert {(link.address, link.carrier) for link in both} == {(verifier.address, "socket")}
-        await verifier.peer()
-        assert len(verifier.peers) == 1
-        for wrong in ("10.0.0.1:7431", "localhost:1", "", "unix:*", "127.0.0.1:*", "nonsense"):
-            with pytest.raises(grpc.aio.AioRpcError) as error:
-                await join(registry, wrong)
-            assert failure(error) == (CODE.FAILED_PRECONDITION, "VERIFIER_NOT_ALLOWED")
-
-
-async def test_a_verifier_that_does_not_answer_is_not_kept(
+async def test_a_service_is_ready_when_each_verifier_was_tried(
     short_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.drafter.exchange.REACH_SECONDS", 0.2)
-    service = build_service([DrafterSpec.parse("ngram")], verifiers=["unix:*"])
-    address = f"unix:{short_folder}/drafter"
-    async with running(service, address), grpc.aio.insecure_channel(address) as channel:
-        registry: Any = drafter_pb2_grpc.DrafterRegistryServiceStub(channel)
-        with pytest.raises(grpc.aio.AioRpcError) as error:
-            await join(registry, f"unix:{short_folder}/nobody")
-        assert failure(error) == (CODE.UNAVAILABLE, "VERIFIER_UNREACHABLE")
-        assert service.exchange.links() == []
+    monkeypatch.setattr("paceline.drafter.exchange.REACH_SECONDS", 60.0)
+    (short_folder / "other").mkdir()
+    async with (
+        fake_verifier(short_folder) as verifier,
+        fake_verifier(short_folder / "other") as refusing,
+    ):
+        refusing.refuse = True
+        addresses = [verifier.address, refusing.address, f"unix:{short_folder}/nobody"]
+        service = build_service([DrafterSpec.parse("ngram")], verifiers=addresses)
+        async with running(service, f"unix:{short_folder}/drafter"):
+            joined, refused, nobody = service.exchange.links()
+    assert (joined.carrier, joined.error) == ("socket", "")
+    assert "not today" in refused.error
+    assert "UNAVAILABLE" in nobody.error
 
 
-@pytest.mark.parametrize("address", ["", "7431", "host", "host:", "host:x", "unix:", "dns:///a:1"])
+async def test_a_verifier_that_says_nothing_is_not_waited_for(
+    short_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.drafter.exchange.REACH_SECONDS", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        service = build_service([DrafterSpec.parse("ngram")], verifiers=[address])
+        async with running(service, f"unix:{short_folder}/drafter"):
+            assert [link.error for link in service.exchange.links()] == ["not joined yet"]
+
+
+@pytest.mark.parametrize(
+    "address", ["", "7431", "host", "host:", "host:x", "host:*", "unix:", "dns:///a:1"]
+)
 def test_a_malformed_address_is_refused(address: str) -> None:
     with pytest.raises(OptionsError, match="expected host:port"):
         build_service([], verifiers=[address])

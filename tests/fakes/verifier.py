@@ -1,4 +1,4 @@
-"""A verifier and a registry of drafters with faults, over real gRPC on unix sockets.
+"""A verifier with faults, over real gRPC on unix sockets.
 
 The target is a hash of the text, with a byte tokenizer.
 """
@@ -23,7 +23,6 @@ from fakes.transport import MockTransport
 from paceline.service import ServiceError
 from paceline.v1 import (
     drafter_pb2,
-    drafter_pb2_grpc,
     sampling_pb2,
     tree_pb2,
     verifier_pb2,
@@ -59,26 +58,6 @@ def status(
 # A status, "reset": the connection breaks, "end": the stream ends, or "restart": a reset by a
 # process that loses its caches.
 Fault = grpc.StatusCode | grpc.Status | str
-
-
-class Watched:
-    """A fake whose changes a test can wait for."""
-
-    def __init__(self) -> None:
-        self.waiting: list[asyncio.Event] = []
-
-    async def wait_for(self, condition: Callable[[], bool]) -> None:
-        """Waits until something that the fake counts is as wanted."""
-        async with asyncio.timeout(60):
-            while not condition():
-                changed = asyncio.Event()
-                self.waiting.append(changed)
-                await changed.wait()
-
-    def notify(self) -> None:
-        for changed in self.waiting:
-            changed.set()
-        self.waiting.clear()
 
 
 @dataclass
@@ -122,7 +101,7 @@ class Cache:
         return result
 
 
-class FakeVerifier(Watched, verifier_pb2_grpc.VerifierServiceServicer):
+class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
     """Implements the contract of the real one, with faults.
 
     `fault(position)` is called before each response with its tokens emitted, which a fault loses,
@@ -130,7 +109,7 @@ class FakeVerifier(Watched, verifier_pb2_grpc.VerifierServiceServicer):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        self.waiting: list[asyncio.Event] = []
         self.caches: dict[bytes, Cache] = {}
         self.made = 0
         self.instance = "first"
@@ -172,6 +151,19 @@ class FakeVerifier(Watched, verifier_pb2_grpc.VerifierServiceServicer):
         self.with_tokenizer = True
         self.chat_template = ""
         self.fault: Callable[[int], Fault | None] = lambda _: None
+
+    async def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Waits until something that the fake counts is as wanted."""
+        async with asyncio.timeout(60):
+            while not condition():
+                changed = asyncio.Event()
+                self.waiting.append(changed)
+                await changed.wait()
+
+    def notify(self) -> None:
+        for changed in self.waiting:
+            changed.set()
+        self.waiting.clear()
 
     async def all_released(self) -> None:
         """Waits until no cache is left: clients release them in the background."""
@@ -428,37 +420,6 @@ def _message(round_: verifier_pb2.Round) -> verifier_pb2.GenerateResponse:
     return verifier_pb2.GenerateResponse(rounds=[round_])
 
 
-class FakeRegistry(Watched, drafter_pb2_grpc.DrafterRegistryServiceServicer):
-    """Joins fake verifiers when it is asked to; `mode` selects a fault."""
-
-    def __init__(self, verifiers: dict[str, FakeVerifier]) -> None:
-        super().__init__()
-        self.verifiers = verifiers
-        self.mode = "good"
-        self.names = ["fake"]
-        self.asked: list[str] = []
-        self.may_answer = asyncio.Event()
-        self.may_answer.set()
-
-    async def ListDrafters(self, request: Any, context: Any) -> Any:
-        return drafter_pb2.ListDraftersResponse(
-            drafters=[drafter_pb2.DrafterInfo(name=name, version="1") for name in self.names],
-            default_drafter=self.names[0],
-        )
-
-    async def JoinVerifier(self, request: Any, context: Any) -> Any:
-        self.asked.append(request.address)
-        self.notify()
-        await self.may_answer.wait()
-        if self.mode == "refusing":
-            await context.abort_with_status(
-                status(grpc.StatusCode.FAILED_PRECONDITION, "VERIFIER_NOT_ALLOWED", "not allowed")
-            )
-        self.verifiers[request.address].joined.append(joined(*self.names))
-        link = drafter_pb2.VerifierLink(address=request.address, carrier="socket")
-        return drafter_pb2.JoinVerifierResponse(verifier=link)
-
-
 class Service:
     """A servicer on a unix socket that can be stopped hard and started again."""
 
@@ -490,38 +451,25 @@ def verifier_service(path: Path, verifier: FakeVerifier) -> Service:
     )
 
 
-def registry_service(path: Path, registry: FakeRegistry) -> Service:
-
-    def register(server: grpc.aio.Server) -> None:
-        drafter_pb2_grpc.add_DrafterRegistryServiceServicer_to_server(registry, server)
-
-    return Service(path, register)
-
-
 @dataclass
 class World:
-    """Both fakes, running."""
+    """A fake that runs, which a drafter service with the drafter `fake` has joined."""
 
     verifier: FakeVerifier
-    registry: FakeRegistry
-    verifier_service: Service
-    registry_service: Service
+    service: Service
 
     @property
-    def addresses(self) -> tuple[str, str]:
-        return self.verifier_service.address, self.registry_service.address
+    def address(self) -> str:
+        return self.service.address
 
 
 @contextlib.asynccontextmanager
 async def running(folder: Path) -> AsyncIterator[World]:
     verifier = FakeVerifier()
+    verifier.joined = [joined("fake")]
     service = verifier_service(folder / "v", verifier)
-    registry = FakeRegistry({service.address: verifier})
-    world = World(verifier, registry, service, registry_service(folder / "d", registry))
-    await world.verifier_service.start()
-    await world.registry_service.start()
+    await service.start()
     try:
-        yield world
+        yield World(verifier, service)
     finally:
-        await world.registry_service.stop()
-        await world.verifier_service.stop()
+        await service.stop()

@@ -209,8 +209,6 @@ def valid_call(fuzzer: Fuzzer, name: str, prompt: list[int]) -> list[Message]:
                 refused=[exchange_pb2.SequenceRefused(sequence=1, reason="NO", message="no")],
             )
             return [joining(), exchange_pb2.JoinRequest(use_stream=True), answered, answered]
-        case "JoinVerifier":
-            return [drafter_pb2.JoinVerifierRequest(address="127.0.0.1:1")]
         case "LoadDrafter":
             options = {"max_nodes": "4"}
             return [drafter_pb2.LoadDrafterRequest(name="x", method="ngram", options=options)]

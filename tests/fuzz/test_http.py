@@ -120,11 +120,11 @@ async def test_random_http_requests_do_no_harm(tmp_path: Path) -> None:
     target = ["--target", str(tmp_path / "llama"), "--weights", "float32", "--max-context", "256"]
     async with (
         ServiceProcess("verifier", [*target, "--kv-bytes", "64MiB"]) as verifier,
-        ServiceProcess("drafter", ["--load", "ngram"]) as drafter,
+        ServiceProcess("drafter", ["--load=ngram", f"--verifier={verifier.address}"]) as drafter,
         ServiceProcess(
             "gateway",
             [
-                *("--verifier-address", verifier.address, "--drafter-address", drafter.address),
+                *("--verifier-address", verifier.address),
                 *("--chat-template", str(tmp_path / "template"), "--max-body", "64KiB"),
                 *("--cors-origin", "*", "--retry-seconds", "60"),
             ],

@@ -26,7 +26,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("address", "local"),
     [
         ("127.0.0.1:1", True), ("localhost:1", True), ("[::1]:1", True), ("unix:/a/b", True),
-        ("127.8.9.1:1", True), ("127.0.0.1:*", True), ("unix:*", True),
+        ("127.8.9.1:1", True),
         ("10.0.0.1:1", False), ("example.org:1", False), ("[2001:db8::1]:1", False),
         ("localhost.example.org:1", False), ("dns:///example.org:1", False), ("0.0.0.0:1", True),
     ],

@@ -33,7 +33,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
-def verifiers(models: dict[str, Path]) -> Iterator[Callable[[str], ServiceProcess]]:
+def verifiers(models: dict[str, Path], sockets: Path) -> Iterator[Callable[[str], ServiceProcess]]:
     """Gives the verifier of a family, in fp32, which checks all that is drafted."""
     with ExitStack() as running:
 
@@ -41,7 +41,8 @@ def verifiers(models: dict[str, Path]) -> Iterator[Callable[[str], ServiceProces
         def verifier(family: str) -> ServiceProcess:
             target = ["--target", str(models[family]), "--weights", "float32"]
             arguments = [*target, "--schedule", "off"]
-            process = ServiceProcess("verifier", arguments, environment=THREADS)
+            address = f"unix:{sockets}/{family}"
+            process = ServiceProcess("verifier", arguments, address=address, environment=THREADS)
             return running.enter_context(process)
 
         yield verifier
@@ -49,9 +50,9 @@ def verifiers(models: dict[str, Path]) -> Iterator[Callable[[str], ServiceProces
 
 @pytest.fixture(scope="session")
 def drafter(
-    models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+    models: dict[str, Path], sockets: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ServiceProcess]:
-    """One drafter service for all families, good and hostile methods alike.
+    """One drafter service for the verifiers of all families, good and hostile methods alike.
 
     A family's name is the drafter that guesses like its target.
     """
@@ -61,6 +62,7 @@ def drafter(
     arguments += [f"--load={method}={method}" for method in HOSTILE]
     folder = write_bigram(tmp_path_factory.mktemp("bigram"), VOCABULARY)
     arguments.append(f"--load=bigram=bigram:{folder}")
+    arguments += [f"--verifier=unix:{sockets}/{name}" for name in (*FAMILIES, "scheduling")]
     path = os.pathsep.join(filter(None, [str(hostile), os.environ.get("PYTHONPATH")]))
     environment = {**THREADS, "PYTHONPATH": path}
     with ServiceProcess("drafter", arguments, environment=environment) as process:

@@ -152,8 +152,9 @@ def reference(folder: Path, prompts: Sequence[list[int]], tokens: int) -> list[l
     return outputs
 
 
-def wait_joined(address: str, count: int = 1) -> list[verifier_pb2.JoinedService]:
-    """The drafter services of a verifier, once there are so many. Blocking."""
+def wait_joined(address: str, count: int = 1, name: str = "") -> list[verifier_pb2.JoinedService]:
+    """The drafter services of a verifier, once there are so many, or one has a drafter of this
+    name. Blocking."""
     request = verifier_pb2.GetModelRequest(omit_tokenizer=True)
     joined: list[verifier_pb2.JoinedService] = []
     with grpc.insecure_channel(address) as channel:
@@ -161,9 +162,10 @@ def wait_joined(address: str, count: int = 1) -> list[verifier_pb2.JoinedService
 
         def there() -> bool:
             joined[:] = stub.GetModel(request, wait_for_ready=True).drafter_services
-            return len(joined) == count
+            names = {info.name for service in joined for info in service.drafters}
+            return name in names if name else len(joined) == count
 
-        eventually(there, f"{count} drafter services have joined")
+        eventually(there, f"{name or count} has joined")
     return joined
 
 

@@ -72,21 +72,13 @@ def drafter_behind(
     )
 
 
-def client_of(
-    verifier: str, drafter: str | None = None, drafting: DraftOptions | None = None
-) -> Client:
+def client_of(verifier: str, drafting: DraftOptions | None = None) -> Client:
     """One whose generations wait for their reader, and which waits for a restart."""
-    return Client(
-        verifier,
-        drafter_address=drafter,
-        drafting=drafting,
-        retry=RetryOptions(budget=300),
-        unread_chunks=2,
-    )
+    return Client(verifier, drafting=drafting, retry=RetryOptions(budget=300), unread_chunks=2)
 
 
 @pytest.fixture(scope="module")
-def services(
+def processes(
     models: dict[str, Path], sockets: Path
 ) -> Iterator[tuple[ServiceProcess, ServiceProcess]]:
     """A verifier and a drafter that joins it, which run again after each test."""
@@ -101,8 +93,15 @@ def services(
             "drafter", drafting, address=f"unix:{sockets}/d", environment=THREADS
         ) as drafter,
     ):
-        wait_joined(verifier.address)
         yield verifier, drafter
+
+
+@pytest.fixture
+def services(
+    processes: tuple[ServiceProcess, ServiceProcess],
+) -> tuple[ServiceProcess, ServiceProcess]:
+    wait_joined(processes[0].address)
+    return processes
 
 
 def expect_integrity(verifier: ServiceProcess) -> None:
@@ -162,7 +161,7 @@ async def test_drafter_killed_and_back(services: tuple[ServiceProcess, ServicePr
     """SIGKILL of the drafter in mid-generation, and its return, change no token."""
     verifier, drafter = services
     prompts = make_prompts(6, seed=2)
-    async with client_of(verifier.address, drafter.address, EAGER) as client:
+    async with client_of(verifier.address, EAGER) as client:
         expected, _ = await outputs(client, prompts, ["none"])
         output, failures = await outputs(client, prompts, DRAFTERS, drafter.kill, drafter.start)
         assert output == expected
@@ -179,7 +178,7 @@ async def test_a_drafter_stalls_while_it_maps_a_cache(
     (prompt,) = make_prompts(1, seed=7)
     before = open_segments(verifier.pid)
     impatient = DraftOptions(timeout=1, adaptive=False)
-    async with client_of(verifier.address, drafter.address, impatient) as client:
+    async with client_of(verifier.address, impatient) as client:
         expected = await generate_and(client, prompt, "none", 256)
 
         def stall() -> None:
@@ -245,7 +244,7 @@ async def test_two_containers_need_one_shared_folder(
             for again in (False, True):
                 (joined,) = await asyncio.to_thread(wait_joined, verifier.address)
                 assert joined.carrier == verifier_pb2.CARRIER_SOCKET
-                async with client_of(verifier.address, drafter.address, EAGER) as client:
+                async with client_of(verifier.address, EAGER) as client:
                     expected, _ = await outputs(client, prompts, ["none"])
                     assert await outputs(client, prompts, MAPPING) == (expected, {})
                 eventually(lambda: not open_segments(verifier.pid, drafter.pid), "all is closed")
@@ -328,7 +327,7 @@ async def test_a_loaded_drafter_drafts_in_the_next_generation(
     async with (
         Proxy(verifier.address, path=sockets / f"link-{carrier}") as link,
         drafter_behind(link, loads(models, ["lm"], "far-"), carrier, sockets) as far,
-        client_of(verifier.address, far.address, EAGER) as client,
+        client_of(verifier.address, EAGER) as client,
         grpc.aio.insecure_channel(far.address) as channel,
     ):
         registry: Any = drafter_pb2_grpc.DrafterRegistryServiceStub(channel)
@@ -355,7 +354,7 @@ async def test_another_service_takes_over(
     verifier, _ = services
     (prompt,) = make_prompts(1, seed=9)
     arguments = [*loads(models, ["lm"], "twin-"), f"--verifier={verifier.address}"]
-    async with client_of(verifier.address, drafting=EAGER) as client:
+    async with client_of(verifier.address, EAGER) as client:
         expected = await generate_and(client, prompt, "none", 256)
         async with ServiceProcess("drafter", arguments, environment=THREADS) as first:
             await asyncio.to_thread(wait_joined, verifier.address, 2)
@@ -443,7 +442,7 @@ async def test_verifier_killed_and_back(
     drafters: Sequence[str], services: tuple[ServiceProcess, ServiceProcess]
 ) -> None:
     """SIGKILL and restart of the verifier: prefilled again, same tokens, its segments removed."""
-    verifier, drafter = services
+    verifier, _ = services
     prompts = make_prompts(6, seed=3)
     before = open_segments()
 
@@ -451,7 +450,7 @@ async def test_verifier_killed_and_back(
         assert open_segments() - before, "it has no segment when it is killed"
         verifier.kill()
 
-    async with client_of(verifier.address, drafter.address) as client:
+    async with client_of(verifier.address) as client:
         expected, _ = await outputs(client, prompts, ["none"])
         output, failures = await outputs(client, prompts, drafters, kill, verifier.start)
         assert output == expected

@@ -36,11 +36,12 @@ def verifiers(models: dict[str, Path], sockets: Path) -> Iterator[list[ServicePr
 
 
 @pytest.fixture(scope="module")
-def mapping(models: dict[str, Path]) -> Iterator[ServiceProcess]:
+def mapping(models: dict[str, Path], verifiers: list[ServiceProcess]) -> Iterator[None]:
     """A drafter that reads the KV of the verifier in use."""
     load = f"--load=selfspec=selfspec:{models['llama']},context=24,kv=map"
-    with ServiceProcess("drafter", [load], environment=THREADS) as process:
-        yield process
+    joins = (f"--verifier={verifier.address}" for verifier in verifiers)
+    with ServiceProcess("drafter", [load, *joins], environment=THREADS):
+        yield
 
 
 def addresses(verifiers: list[ServiceProcess]) -> str:
@@ -53,14 +54,11 @@ def holder(verifiers: list[ServiceProcess], client: Client) -> ServiceProcess:
     return next(verifier for verifier in verifiers if verifier.address == used)
 
 
-async def test_a_text_survives_the_death_of_its_verifier(
-    verifiers: list[ServiceProcess], mapping: ServiceProcess
-) -> None:
+@pytest.mark.usefixtures("mapping")
+async def test_a_text_survives_the_death_of_its_verifier(verifiers: list[ServiceProcess]) -> None:
     """Killed in the middle of the text. A drafter maps the KV before and after."""
     (prompt,) = make_prompts(1, seed=11)
-    async with Client(
-        addresses(verifiers), drafter_address=mapping.address, drafting=EAGER, unread_chunks=2
-    ) as client:
+    async with Client(addresses(verifiers), drafting=EAGER, unread_chunks=2) as client:
         expected = await generate_and(client, prompt, "none", TOKENS)
         dead: list[ServiceProcess] = []
 
@@ -82,7 +80,7 @@ async def test_a_text_survives_the_death_of_its_verifier(
 
 async def test_a_gateway_with_several_verifiers(verifiers: list[ServiceProcess]) -> None:
     """One of them drains while 8 texts are written."""
-    services = ["--verifier-address", addresses(verifiers), "--drafter-address", ""]
+    services = ["--verifier-address", addresses(verifiers)]
     prompts = make_prompts(8, seed=12)
     options: dict[str, Any] = {"temperature": 1.0, "seed": 3}
 

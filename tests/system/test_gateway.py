@@ -11,6 +11,7 @@ import openai
 import pytest
 from calls import eventually
 from openai import AsyncOpenAI
+from system_support import wait_joined
 from tiny_models import write_ending_model
 
 from paceline.client import Client
@@ -29,26 +30,25 @@ OWN: dict[str, Any] = {"min_p": 0.01, "top_k": 40, "repetition_penalty": 1.1}
 
 
 @pytest.fixture(scope="module")
-def verifier(verifiers: Callable[[str], ServiceProcess]) -> ServiceProcess:
-    return verifiers("llama")
+def verifier(verifiers: Callable[[str], ServiceProcess], drafter: ServiceProcess) -> ServiceProcess:
+    served = verifiers("llama")
+    wait_joined(served.address, name="lm")
+    return served
 
 
-def gateway_process(
-    verifier: ServiceProcess, drafter: ServiceProcess, *more: str
-) -> ServiceProcess:
-    services = ["--verifier-address", verifier.address, "--drafter-address", drafter.address]
-    return ServiceProcess("gateway", [*services, *more])
+def gateway_process(verifier: ServiceProcess, *more: str) -> ServiceProcess:
+    return ServiceProcess("gateway", ["--verifier-address", verifier.address, *more])
 
 
 @pytest.fixture(scope="module")
 def gateway(
-    verifier: ServiceProcess, drafter: ServiceProcess, tmp_path_factory: pytest.TempPathFactory
+    verifier: ServiceProcess, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ServiceProcess]:
     folder = tmp_path_factory.mktemp("gateway")
     (folder / "key").write_text("secret\n")
     (folder / "template").write_text(TEMPLATE)
     arguments = ["--api-key-file", str(folder / "key"), "--chat-template", str(folder / "template")]
-    with gateway_process(verifier, drafter, *arguments) as process:
+    with gateway_process(verifier, *arguments) as process:
         yield process
 
 
@@ -209,8 +209,8 @@ async def test_json_by_a_schema_with_any_drafter(tmp_path: Path) -> None:
     arguments = ["--target", str(folder), "--weights", "float32", "--schedule", "off"]
     async with (
         ServiceProcess("verifier", arguments) as verifier,
-        ServiceProcess("drafter", load) as drafter,
-        gateway_process(verifier, drafter) as gateway,
+        ServiceProcess("drafter", [*load, f"--verifier={verifier.address}"]),
+        gateway_process(verifier) as gateway,
         AsyncOpenAI(base_url=f"http://{gateway.address}/v1", api_key="any", max_retries=0) as api,
     ):
 
@@ -246,10 +246,8 @@ async def test_json_by_a_schema_with_any_drafter(tmp_path: Path) -> None:
     assert len(set(texts)) == 1
 
 
-async def test_a_signal_lets_streams_finish(
-    verifier: ServiceProcess, drafter: ServiceProcess
-) -> None:
-    async with gateway_process(verifier, drafter) as gateway:
+async def test_a_signal_lets_streams_finish(verifier: ServiceProcess) -> None:
+    async with gateway_process(verifier) as gateway:
         url = f"http://{gateway.address}/v1"
         async with AsyncOpenAI(base_url=url, api_key="any", max_retries=0) as api:
             stream = await api.completions.create(

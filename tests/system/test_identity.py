@@ -5,7 +5,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from system_support import EAGER, HOSTILE, THREADS, generate_all, ids_of, make_prompts, reference
+from system_support import (
+    EAGER,
+    HOSTILE,
+    THREADS,
+    generate_all,
+    ids_of,
+    make_prompts,
+    reference,
+    wait_joined,
+)
 from tiny_models import FAMILIES
 
 from paceline.client import Client
@@ -38,7 +47,8 @@ async def test_greedy_equals_transformers(
     prompts = make_prompts(count)
     expected = reference(models[family], prompts, TOKENS)
     served = await asyncio.to_thread(verifiers, family)
-    async with Client(served.address, drafter_address=drafter.address, drafting=EAGER) as client:
+    await asyncio.to_thread(wait_joined, served.address, name=family)
+    async with Client(served.address, drafting=EAGER) as client:
         assert ids_of(await generate_all(client, prompts, "none", TOKENS)) == expected
         for name in (family, *USEFUL):
             results = await generate_all(client, prompts, name, TOKENS)
@@ -53,23 +63,25 @@ async def test_greedy_equals_transformers(
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def verifier(request: pytest.FixtureRequest, models: dict[str, Path]) -> Iterator[ServiceProcess]:
-    """One that schedules speculation, of a dtype."""
+def verifier(
+    request: pytest.FixtureRequest, models: dict[str, Path], sockets: Path, drafter: ServiceProcess
+) -> Iterator[ServiceProcess]:
+    """One that schedules speculation, of a dtype, which the drafter has joined."""
     arguments = ["--target", str(models["qwen3"]), "--weights", request.param]
-    with ServiceProcess("verifier", arguments, environment=THREADS) as served:
+    address = f"unix:{sockets}/scheduling"
+    with ServiceProcess("verifier", arguments, address=address, environment=THREADS) as served:
+        wait_joined(address)
         yield served
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-async def test_the_seed_determines_the_text(
-    sampling: str, verifier: ServiceProcess, drafter: ServiceProcess
-) -> None:
+async def test_the_seed_determines_the_text(sampling: str, verifier: ServiceProcess) -> None:
     """With any drafter, in bf16 too; another seed gives another text."""
     prompts, few = make_prompts(8, seed=1), 3
     options = SAMPLINGS[sampling]
     async with (
-        Client(verifier.address, drafter_address=drafter.address) as client,
-        Client(verifier.address, drafter_address=drafter.address, drafting=EAGER) as eager,
+        Client(verifier.address) as client,
+        Client(verifier.address, drafting=EAGER) as eager,
     ):
         expected = ids_of(await generate_all(client, prompts, "none", TOKENS, **options))
         assert len({tuple(output) for output in expected}) == len(prompts)

@@ -131,11 +131,7 @@ async def write_all(services: Services, act: Callable[[Client], None] | None) ->
     barrier = None if act is None else asyncio.Barrier(len(METHODS))
     address = services.verifiers[0].address
     async with AsyncExitStack() as stack:
-        client = await stack.enter_async_context(
-            Client(
-                address, drafter_address=services.drafter.address, drafting=EAGER, unread_chunks=2
-            )
-        )
+        client = await stack.enter_async_context(Client(address, drafting=EAGER, unread_chunks=2))
         await client.model()
         acting = None if act is None else partial(act, client)
         texts = [write(client, name, barrier, acting) for name in METHODS]

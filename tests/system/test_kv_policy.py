@@ -32,11 +32,11 @@ async def test_a_policy_of_another_package(models: dict[str, Path], tmp_path: Pa
     expected = reference(target, prompts, TOKENS)
     with (
         ServiceProcess("verifier", served, environment=environment) as verifier,
-        ServiceProcess("drafter", loads, environment=environment) as drafter,
+        ServiceProcess(
+            "drafter", [*loads, f"--verifier={verifier.address}"], environment=environment
+        ),
     ):
-        async with Client(
-            verifier.address, drafter_address=drafter.address, drafting=EAGER
-        ) as client:
+        async with Client(verifier.address, drafting=EAGER) as client:
             for kv in ("map", "follow"):
                 (tmp_path / "pid").unlink(missing_ok=True)
                 drafted = False

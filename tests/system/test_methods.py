@@ -12,6 +12,7 @@ from system_support import (
     ids_of,
     make_prompts,
     reference,
+    wait_joined,
     write_block,
     write_head,
     write_layer,
@@ -67,10 +68,11 @@ def methods_of(family: str) -> Collection[str]:
 
 @pytest.fixture(scope="module")
 def methods(
-    models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+    models: dict[str, Path], sockets: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ServiceProcess]:
     """A drafter service with the methods of every family, and layers that follow the KV."""
-    loads = []
+    joins = (*FAMILIES, *(f"follow-{kv}" for kv in POSITION_BYTES))
+    loads = [f"--verifier=unix:{sockets}/{name}" for name in joins]
     for family in FAMILIES:
         target, folder = models[family], tmp_path_factory.mktemp(family)
         paths = {
@@ -96,7 +98,8 @@ async def test_tokens_are_those_of_no_drafter(
     prompts = [prompt * 3 for prompt in make_prompts(4, seed=2)]
     greedy = reference(models[family], prompts, TOKENS)
     served = await asyncio.to_thread(verifiers, family)
-    async with Client(served.address, drafter_address=methods.address, drafting=EAGER) as client:
+    await asyncio.to_thread(wait_joined, served.address, name=f"{family}-mtp")
+    async with Client(served.address, drafting=EAGER) as client:
         plain = await generate_all(client, prompts, "none", TOKENS, ignore_eos=True, **SAMPLED)
         kv_bytes = {}
         for name in methods_of(family):
@@ -133,9 +136,8 @@ async def test_a_layer_follows_the_kv(
     arguments = ["--target", str(models["llama"]), f"--kv-cache-dtype={kv}"]
     address = f"unix:{sockets}/follow-{kv}"
     with ServiceProcess("verifier", arguments, address=address, environment=THREADS) as served:
-        async with Client(
-            served.address, drafter_address=methods.address, drafting=EAGER, unread_chunks=2
-        ) as client:
+        await asyncio.to_thread(wait_joined, address)
+        async with Client(address, drafting=EAGER, unread_chunks=2) as client:
             plain = ids_of(await generate_all(client, prompts, "none", 48, **options))
             drafted = await generate_all(client, prompts, "following", 48, **options)
             assert ids_of(drafted) == plain
@@ -171,19 +173,18 @@ async def test_rejection_sampling_with_every_method(
     options = {"temperature": 0.8, "top_p": 0.95, "logit_bias": bias, "acceptance": "rejection"}
     names = ["llama-dspark-tree", "llama-longspec", "llama-selfspec-mapped"]
     hostile = ["random-tree", "malformed", "failing"]
-    for service, group in ((methods, names), (drafter, ["llama", "ngram", *hostile])):
-        async with Client(
-            served.address, drafter_address=service.address, drafting=EAGER
-        ) as client:
-            for name in group:
-                results = await generate_all(client, prompts, name, 48, ignore_eos=True, **options)
-                assert all(len(result.token_ids) == 48 for result in results), name
-                if name in hostile:
-                    continue
-                assert any(result.stats.drafted for result in results), name
-                reasons = {reason for r in results for reason in r.stats.fallbacks}
-                assert not reasons & REFUSALS, name
-                if name == "llama":  # drafts with the target itself
-                    rounds = [e for r in results for e in r.stats.rounds if e.drafted]
-                    accepted = sum(entry.accepted for entry in rounds)
-                    assert accepted > 0.8 * sum(entry.drafted for entry in rounds)
+    for name in ("llama", "llama-mtp"):
+        await asyncio.to_thread(wait_joined, served.address, name=name)
+    async with Client(served.address, drafting=EAGER) as client:
+        for name in (*names, "llama", "ngram", *hostile):
+            results = await generate_all(client, prompts, name, 48, ignore_eos=True, **options)
+            assert all(len(result.token_ids) == 48 for result in results), name
+            if name in hostile:
+                continue
+            assert any(result.stats.drafted for result in results), name
+            reasons = {reason for r in results for reason in r.stats.fallbacks}
+            assert not reasons & REFUSALS, name
+            if name == "llama":  # drafts with the target itself
+                rounds = [e for r in results for e in r.stats.rounds if e.drafted]
+                accepted = sum(entry.accepted for entry in rounds)
+                assert accepted > 0.8 * sum(entry.drafted for entry in rounds)

@@ -71,11 +71,11 @@ async def test_numbers_equal_the_clients(models: dict[str, Path]) -> None:
     load.append(f"--load=selfspec=selfspec:{models['llama']},kv=follow,context=24")
     async with (
         ServiceProcess("verifier", [*target, *verifier.arguments]) as served,
-        ServiceProcess("drafter", [*load, *drafter.arguments]) as drafting,
+        ServiceProcess(
+            "drafter", [*load, *drafter.arguments, f"--verifier={served.address}"]
+        ) as drafting,
     ):
-        async with Client(
-            served.address, drafter_address=drafting.address, drafting=EAGER
-        ) as client:
+        async with Client(served.address, drafting=EAGER) as client:
             prompts = make_prompts(6)
             results = [
                 result
@@ -90,9 +90,7 @@ async def test_numbers_equal_the_clients(models: dict[str, Path]) -> None:
             expect_dashboard(verifier, drafter)
             assert verifier.families() - SHARED == documented("Verifier")
             assert drafter.families() - SHARED == documented("Drafter")
-        async with Client(
-            served.address, drafter_address=drafting.address, drafting=EAGER, unread_chunks=2
-        ) as client:
+        async with Client(served.address, drafting=EAGER, unread_chunks=2) as client:
             await expect_followed(verifier, drafter, client)
         await expect_unloaded(drafter, drafting.address)
 

@@ -22,10 +22,13 @@ async def test_tokens_are_those_of_no_drafter(name: str, tmp_path: Path) -> None
     arguments = ["--target", str(target), "--weights", "float32", "--schedule", "off"]
     with (
         ServiceProcess("verifier", arguments, environment=THREADS) as served,
-        ServiceProcess("drafter", [f"--load=mtp,target={target}"], environment=THREADS) as drafter,
+        ServiceProcess(
+            "drafter",
+            [f"--load=mtp,target={target}", f"--verifier={served.address}"],
+            environment=THREADS,
+        ),
     ):
-        address = drafter.address
-        async with Client(served.address, drafter_address=address, drafting=EAGER) as client:
+        async with Client(served.address, drafting=EAGER) as client:
             for options in ({}, SAMPLED):
                 texts = [
                     await generate_all(client, prompts, each, TOKENS, ignore_eos=True, **options)

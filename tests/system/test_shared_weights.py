@@ -74,9 +74,7 @@ async def test_there_is_one_copy_of_the_weights(target: Path) -> None:
         drafting("always", verifier.address) as drafter,
     ):
         assert with_own_copy - private_bytes(drafter) > 0.9 * weights
-        async with Client(
-            verifier.address, drafter_address=drafter.address, drafting=EAGER
-        ) as client:
+        async with Client(verifier.address, drafting=EAGER) as client:
             for name in ("none", "selfspec"):
                 text = await client.generate(
                     prompt * 4, max_new_tokens=24, drafter=name, ignore_eos=True

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,35 +22,33 @@ PROMPT = "round and round and round and round"
 TOKENS = 40
 
 
+@contextmanager
 def services(
     models: dict[str, Path], environment: dict[str, str]
-) -> tuple[ServiceProcess, ServiceProcess]:
+) -> Iterator[tuple[ServiceProcess, ServiceProcess]]:
     """A verifier, and a drafter with the target as draft model and a method that reads KV."""
     methods = str(Path(__file__).parent.parent / "drafter")
     paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), methods]))
     target = ["--target", str(models["llama"]), "--weights", "float32", "--schedule", "off"]
     load = ["--load", f"lm=lm:{models['llama']}", "--load=kv-reader"]
-    return (
-        ServiceProcess("verifier", target, environment=environment),
-        ServiceProcess("drafter", load, environment={**environment, "PYTHONPATH": paths}),
-    )
+    with ServiceProcess("verifier", target, environment=environment) as verifier:
+        load.append(f"--verifier={verifier.address}")
+        own = {**environment, "PYTHONPATH": paths}
+        with ServiceProcess("drafter", load, environment=own) as drafter:
+            yield verifier, drafter
 
 
 @pytest.fixture(scope="module")
-def traced(models: dict[str, Path]) -> Iterator[tuple[Collector, ServiceProcess, ServiceProcess]]:
-    with collecting() as collector:
-        verifier, drafter = services(models, collector.environment)
-        with verifier, drafter:
-            yield collector, verifier, drafter
+def traced(models: dict[str, Path]) -> Iterator[tuple[Collector, ServiceProcess]]:
+    with collecting() as collector, services(models, collector.environment) as (verifier, _):
+        yield collector, verifier
 
 
-def generate(
-    verifier: ServiceProcess, drafter: ServiceProcess, name: str, environment: dict[str, str]
-) -> dict[str, Any]:
+def generate(verifier: ServiceProcess, name: str, environment: dict[str, str]) -> dict[str, Any]:
     """A generation of `paceline generate`, which drafts in every round. A chat would first ask for
     the model, outside of the generation."""
     options = ["--raw", "--seed", "1", "--json", "--draft-always", "--draft-timeout", "60"]
-    shown = paceline("generate", verifier, drafter, name, environment, *options)
+    shown = paceline("generate", verifier, name, environment, *options)
     result: dict[str, Any] = json.loads(shown)
     return result
 
@@ -57,14 +56,13 @@ def generate(
 def paceline(
     command: str,
     verifier: ServiceProcess,
-    drafter: ServiceProcess,
     name: str,
     environment: dict[str, str],
     *options: str,
 ) -> str:
     """What a command prints, in a process of its own, after generating with a drafter."""
     words = [command, PROMPT, "--max-new-tokens", str(TOKENS), "--drafter", name, *options]
-    words += ["--verifier-address", verifier.address, "--drafter-address", drafter.address]
+    words += ["--verifier-address", verifier.address]
     done = subprocess.run(
         [sys.executable, "-m", "paceline.cli.main", *words],
         env={**os.environ, **environment},
@@ -83,12 +81,12 @@ def released(spans: list[Received]) -> bool:
 
 
 async def test_a_callers_trace_continues_behind_the_gateway(
-    traced: tuple[Collector, ServiceProcess, ServiceProcess],
+    traced: tuple[Collector, ServiceProcess],
 ) -> None:
-    collector, verifier, drafter = traced
+    collector, verifier = traced
     collector.spans.clear()
     trace, caller = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-    where = ["--verifier-address", verifier.address, "--drafter-address", drafter.address]
+    where = ["--verifier-address", verifier.address]
     async with (
         ServiceProcess("gateway", where, environment=collector.environment) as gateway,
         AsyncOpenAI(base_url=f"http://{gateway.address}/v1", api_key="any", max_retries=0) as api,
@@ -117,11 +115,11 @@ async def test_a_callers_trace_continues_behind_the_gateway(
 
 
 def test_three_processes_make_one_tree(
-    traced: tuple[Collector, ServiceProcess, ServiceProcess],
+    traced: tuple[Collector, ServiceProcess],
 ) -> None:
-    collector, verifier, drafter = traced
+    collector, verifier = traced
     collector.spans.clear()
-    result = generate(verifier, drafter, "lm", collector.environment)
+    result = generate(verifier, "lm", collector.environment)
     rounds = result["stats"]["rounds"]
     drafted = result["stats"]["drafted_rounds"]
 
@@ -212,11 +210,11 @@ def expect_numbers(tree: "Tree", stats: dict[str, Any]) -> None:
 
 
 def test_mapping_the_kv_is_a_span_of_the_drafter(
-    traced: tuple[Collector, ServiceProcess, ServiceProcess],
+    traced: tuple[Collector, ServiceProcess],
 ) -> None:
-    collector, verifier, drafter = traced
+    collector, verifier = traced
     collector.spans.clear()
-    generate(verifier, drafter, "kv-reader", collector.environment)
+    generate(verifier, "kv-reader", collector.environment)
     collector.wait(
         lambda spans: released(spans) and any(s.name == "specdec.drafter.open" for s in spans)
     )
@@ -230,9 +228,8 @@ def test_mapping_the_kv_is_a_span_of_the_drafter(
 def test_an_unreachable_collector_changes_nothing(models: dict[str, Path]) -> None:
     """The same tokens, and every process exits with 0."""
     nowhere = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9", "OTEL_BSP_SCHEDULE_DELAY": "20"}
-    verifier, drafter = services(models, nowhere)
-    with verifier, drafter:
-        traced, plain = (generate(verifier, drafter, "lm", e) for e in (nowhere, {}))
+    with services(models, nowhere) as (verifier, drafter):
+        traced, plain = (generate(verifier, "lm", e) for e in (nowhere, {}))
         assert verifier.terminate() == 0, verifier.log_tail()
         assert drafter.terminate() == 0, drafter.log_tail()
     assert traced["token_ids"] == plain["token_ids"]

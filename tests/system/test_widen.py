@@ -55,8 +55,8 @@ async def outputs(folders: dict[str, Path]) -> dict[str, list[tuple[object, ...]
     found: dict[str, list[tuple[object, ...]]] = {}
     async with (
         ServiceProcess("verifier", arguments, environment=THREADS) as verifier,
-        ServiceProcess("drafter", loads, environment=THREADS) as drafter,
-        Client(verifier.address, drafter_address=drafter.address, drafting=EAGER) as client,
+        ServiceProcess("drafter", [*loads, f"--verifier={verifier.address}"], environment=THREADS),
+        Client(verifier.address, drafting=EAGER) as client,
     ):
         for name in folders.keys() - {"target"}:
             for prompt in make_prompts(2, seed=4):

@@ -27,9 +27,7 @@ class Services:
     drafter: ServiceProcess
 
     def client(self, drafting: DraftOptions | None = None) -> Client:
-        return Client(
-            self.verifier.address, drafter_address=self.drafter.address, drafting=drafting
-        )
+        return Client(self.verifier.address, drafting=drafting)
 
 
 @contextmanager

@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     if args.model is None:
         refuse_options(args, "without MODEL, for which services are started", ("weights", "load"))
     else:
-        unused = {"verifier_address", "drafter_address", *added_by(add_connection_arguments)}
+        unused = {"verifier_address", *added_by(add_connection_arguments)}
         refuse_options(args, "on services that are started for MODEL", unused)
     with exit_with(2, OptionsError, OSError, ValueError):
         options = generation_arguments(args)
@@ -86,12 +86,11 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _services(args: argparse.Namespace) -> Iterator[None]:
-    """Services of MODEL for the length of the block, and their addresses in `args`."""
+    """Services of MODEL for the length of the block, and the verifier's address in `args`."""
     if args.model is None:
         yield
         return
-    with own_services(args.model, args.weights, args.load) as addresses:
-        args.verifier_address, args.drafter_address = addresses
+    with own_services(args.model, args.weights, args.load) as args.verifier_address:
         yield
 
 

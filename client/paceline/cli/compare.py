@@ -338,22 +338,18 @@ def run_demo(args: argparse.Namespace) -> int:
     console.print(f"Starting verifier and drafter of {target} ...", style="dim")
     with (
         exit_with(1, ProcessFailed, PacelineError),
-        own_services(target, args.weights, args.load, ON_CPU) as addresses,
+        own_services(target, args.weights, args.load, ON_CPU) as verifier,
     ):
-        rows = run_async(_show(console, addresses, prompts, args))
+        rows = run_async(_show(console, verifier, prompts, args))
     _report(console, rows)
     return 0 if all(row.identical for row in rows) else 1
 
 
 async def _show(
-    console: Console,
-    addresses: tuple[str, str],
-    prompts: Sequence[Prompt],
-    args: argparse.Namespace,
+    console: Console, verifier: str, prompts: Sequence[Prompt], args: argparse.Namespace
 ) -> list[PromptComparison]:
     """Streams the answer to the first prompt with the fastest drafter, then compares all."""
-    verifier, drafter = addresses
-    async with Client(verifier, drafter_address=drafter, drafting=_UNSEEN) as client:
+    async with Client(verifier, drafting=_UNSEEN) as client:
         names = await client.drafters()
         encoded = await _encode(client, prompts, args.max_new_tokens)
         options = _measured_options(args)

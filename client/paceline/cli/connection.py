@@ -1,7 +1,7 @@
 """Connections of client commands to services: addresses, TLS and token; `paceline health`.
 
 Environment variables replace arguments that are not given: `PACELINE_VERIFIER_ADDRESS`,
-`PACELINE_DRAFTER_ADDRESS`, `PACELINE_TLS_CA`, and `PACELINE_TOKEN` or `PACELINE_TOKEN_FILE`.
+`PACELINE_TLS_CA`, and `PACELINE_TOKEN` or `PACELINE_TOKEN_FILE`.
 """
 
 from __future__ import annotations
@@ -30,27 +30,16 @@ def verifier_address() -> str:
     return os.environ.get("PACELINE_VERIFIER_ADDRESS") or "127.0.0.1:7431"
 
 
-def drafter_address() -> str:
-    return os.environ.get("PACELINE_DRAFTER_ADDRESS") or "127.0.0.1:7432"
-
-
 def add_service_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Add the addresses of both services, retries, TLS and token; returns the first group."""
+    """Add the verifier's address, retries, TLS and token; returns the first group."""
     group = parser.add_argument_group("services")
     add = group.add_argument
-    form = "host:port, unix:/path, dns:///name:port, or a list of these with commas"
     add(
         "--verifier-address",
         default=verifier_address(),
         metavar="A",
-        help=f"address of the verifier: {form} (default: %(default)s)",
-    )
-    add(
-        "--drafter-address",
-        default=os.environ.get("PACELINE_DRAFTER_ADDRESS"),
-        metavar="B",
-        help="address of a drafter service, in the same form, that is asked to join verifiers "
-        "(default: PACELINE_DRAFTER_ADDRESS, else those are used that have joined)",
+        help="address of the verifier: host:port, unix:/path, dns:///name:port, or a list of these "
+        "with commas (default: %(default)s)",
     )
     add(
         "--retry-seconds",
@@ -96,12 +85,11 @@ def tls_of(args: argparse.Namespace) -> TlsOptions | None:
 
 
 def client_of(args: argparse.Namespace, **options: Any) -> Client:
-    """Return a client of the services in the arguments of `add_service_arguments`; `options` are
+    """Return a client of the verifier in the arguments of `add_service_arguments`; `options` are
     more arguments of `Client`. Raises OptionsError if the token file cannot be read or is empty,
     InvalidRequestError if a TLS file cannot be, or a token would be sent without TLS."""
     return Client(
         args.verifier_address,
-        drafter_address=args.drafter_address or None,
         token=read_token(args.token_file),
         tls=tls_of(args),
         retry=RetryOptions(budget=args.retry_seconds),

@@ -19,7 +19,6 @@ from paceline.cli.command import CommandError, exit_with, refuse_options
 from paceline.cli.connection import (
     add_connection_arguments,
     client_of,
-    drafter_address,
     tls_of,
     verifier_address,
 )
@@ -33,17 +32,13 @@ from paceline.client import (
     Stats,
     UnavailableError,
 )
-from paceline.client._transport import (
-    Connections,
-    DrafterTransport,
-    addresses_of,
-    parse_addresses,
-)
+from paceline.client._errors import rpc_errors
+from paceline.client._transport import Connections, addresses_of, parse_addresses
 from paceline.harness import read_prompts
 from paceline.harness.models import MODEL, is_model_name, local_model, model_path
 from paceline.service.options import OptionsError, read_token
 from paceline.tokens import is_local
-from paceline.v1 import drafter_pb2
+from paceline.v1 import drafter_pb2, drafter_pb2_grpc
 
 _CHECK_TOKENS = 32  # new tokens of each prompt of a check
 
@@ -53,6 +48,10 @@ Call = Callable[[str, Message], Awaitable[Any]]
 """Calls the registry's RPC of this name with a request; its response."""
 
 _WIDTH = 1000  # columns of a wide table: a long line is easier to read than columns cut short
+
+
+def drafter_address() -> str:
+    return os.environ.get("PACELINE_DRAFTER_ADDRESS") or "127.0.0.1:7432"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -169,19 +168,26 @@ async def _call_all(args: argparse.Namespace) -> None:
     for address, name in services.items():
         if len(services) > 1:
             print(f"{address}:", flush=True)
-        service = DrafterTransport(connections, address, name)
         own = argparse.Namespace(**{**vars(args), "address": address})
         try:
-            await args.action(own, partial(service.call, timeout=args.timeout))
+            async with connections.channel(address, name) as channel:
+                metadata = connections.metadata(address)
+                await args.action(own, partial(_call, channel, metadata, own))
         except CommandError as error:
             failures.append(error)
         except PacelineError as error:
             reason = f" [{error.reason}]" if error.reason else ""
             failures.append(CommandError(f"{address}: {error.message}{reason}", 1))
-        finally:
-            await service.close()
     if failures:
         raise CommandError("\n".join(map(str, failures)), failures[0].code)
+
+
+async def _call(
+    channel: Any, metadata: Any, args: argparse.Namespace, rpc: str, request: Message
+) -> Any:
+    with rpc_errors("drafter", args.address):
+        method = getattr(drafter_pb2_grpc.DrafterRegistryServiceStub(channel), rpc)
+        return await method(request, metadata=metadata, timeout=args.timeout)
 
 
 def _add(
@@ -280,8 +286,7 @@ async def _check(
     Returns texts, drafted rounds, accepted length and draft time by name. Raises CommandError if
     the drafter failed, timed out, or drafted an invalid tree or none."""
     total, why = Stats(), ""
-    own = {"drafter_address": args.address, "retry_seconds": args.timeout}
-    services = argparse.Namespace(**vars(args), **own)
+    services = argparse.Namespace(**vars(args), retry_seconds=args.timeout)
     drafting = DraftOptions(timeout=_CHECK_TIMEOUT, adaptive=False)
     async with client_of(services, drafting=drafting) as client:
         for prompt in prompts:

@@ -250,17 +250,14 @@ def _run(args: argparse.Namespace) -> int:
     if needs_drafter:
         arguments = [*_drafter_arguments(args, model), f"--verifier={verifier}"]
         processes.append(_service("drafter", drafter, arguments))
-    else:
-        drafter = ""
     drafts = len(processes) > 1
     unused_address = "" if drafts else args.drafter_address
     if args.gateway_address != "none":
         if find_spec("aiohttp") is None:
             logger.warning("the gateway is not installed: run pip install 'paceline[gateway]'")
         else:
-            services = [f"--verifier-address={verifier}", f"--drafter-address={drafter}"]
             # A dead verifier is restarted, or the gateway is told to end: texts wait until then.
-            services.append(f"--retry-seconds={_RESTART_SECONDS:g}")
+            services = [f"--verifier-address={verifier}", f"--retry-seconds={_RESTART_SECONDS:g}"]
             arguments = [*services, *_gateway_arguments(args)]
             processes.append(_service("gateway", args.gateway_address, arguments))
     with exit_with(2, OptionsError, InvalidRequestError):

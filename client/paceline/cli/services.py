@@ -148,8 +148,7 @@ def add_drafter_arguments(parser: argparse.ArgumentParser) -> None:
         "--verifier",
         action="append",
         metavar="ADDRESS",
-        help="verifier to join and draft for, host:port or unix:/path; repeatable. One whose port "
-        "is * (127.0.0.1:*, unix:*) is joined when a client names a matching address (default: "
+        help="verifier to join and draft for, host:port or unix:/path; repeatable (default: "
         f"{VERIFIER_ADDRESS}, or PACELINE_VERIFIER_ADDRESS)",
     )
     add(
@@ -204,8 +203,8 @@ def add_model_arguments(parser: argparse.ArgumentParser, help: str) -> None:
 @contextmanager
 def own_services(
     target: Path, weights: str, drafters: Iterable[str], *common: str
-) -> Iterator[tuple[str, str]]:
-    """Addresses of a verifier and a drafter, which run for the length of the block.
+) -> Iterator[str]:
+    """The address of a verifier, which runs beside a drafter for the length of the block.
 
     Drafters are as of `load_arguments`; `common` are arguments of both services. Raises
     ProcessFailed if one of them does not start.
@@ -214,8 +213,8 @@ def own_services(
     drafter = [*load_arguments(drafters, target, weights), *common]
     with ExitStack() as stack:
         with waiting(lambda: f"loading {described(target)}"):
-            services = stack.enter_context(local_services(verifier, drafter))
-        yield services[0].address, services[1].address
+            served, _ = stack.enter_context(local_services(verifier, drafter))
+        yield served.address
 
 
 def run_drafter(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""The client of verifiers and drafter services, for event loops and without one."""
+"""The client of verifiers, for event loops and without one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ._options import (
     user_cache_dir,
 )
 from ._text import Chunk, Model, TokenizerCache
-from ._transport import Connections, DrafterTransport, Pool, Transport, parse_addresses
+from ._transport import Connections, Pool, Transport, parse_addresses
 
 DEFAULT_ADDRESS = "127.0.0.1:7431"
 """Address of a verifier that is started without one."""
@@ -55,10 +55,7 @@ class Client:
             name, or a list of these, separated by commas. Several verifiers serve one target;
             generations go to them by prefix, then by load, and move if one ends. None:
             "127.0.0.1:7431".
-        drafter_address: address of a drafter service, or a list: asked to join the verifiers that
-            lack a wanted drafter. None: drafters that have joined the verifiers by themselves,
-            as they do by default, are used.
-        token: bearer token for all services. Requires `tls` beyond loopback.
+        token: bearer token for all verifiers. Requires `tls` beyond loopback.
         tls: TLS options; None: no TLS.
         retry: retries when all verifiers are unreachable or full.
         drafting: when the verifier drafts, and how long it waits for a tree.
@@ -77,7 +74,6 @@ class Client:
     def __init__(
         self,
         verifier_address: str | None = None,
-        drafter_address: str | None = None,
         *,
         token: str | None = None,
         tls: TlsOptions | None = None,
@@ -109,16 +105,11 @@ class Client:
         def verifier(address: str, name: str) -> Verifier:
             return Verifier(given or Transport(connections, address, name), retry)
 
-        def drafter_service(address: str, name: str) -> DrafterTransport:
-            return DrafterTransport(connections, address, name)
-
         folder = user_cache_dir() / "tokenizers" if cache_dir == "" else cache_dir
         address = DEFAULT_ADDRESS if verifier_address is None else verifier_address
         verifiers = (transport.address,) if transport else self._addresses(address)
-        drafters = () if drafter_address is None else self._addresses(drafter_address, "drafter")
         fleet = Fleet(
             Pool(verifier, verifiers),
-            Pool(drafter_service, drafters),
             TokenizerCache(Path(folder).expanduser() if folder is not None else None),
             retry,
         )
@@ -205,11 +196,8 @@ class Client:
         return tuple(each.status() for each in self._state.fleet.verifiers.members)
 
     async def drafters(self) -> tuple[str, ...]:
-        """Names of drafters, the default one first; empty without a drafter service.
-
-        They are those that have joined the verifiers; if there are none, those of the drafter
-        services of the client's own list. Raises UnavailableError if none can be reached.
-        """
+        """Names of drafters that have joined the verifiers, the default one first, and `local`
+        where these guess by themselves. Raises UnavailableError if no verifier can be reached."""
         self._state.check_open()
         return await self._state.fleet.drafters()
 
@@ -223,8 +211,8 @@ class Client:
         if not self._state.forked:
             await self._state.close()
 
-    def _addresses(self, text: str, kind: str = "verifier") -> tuple[str, ...]:
-        addresses = parse_addresses(text, kind)
+    def _addresses(self, text: str) -> tuple[str, ...]:
+        addresses = parse_addresses(text, "verifier")
         for address in addresses:
             self._connections.check(address)
         return addresses

@@ -1,4 +1,4 @@
-"""The verifiers and drafter services of a client, and which of them serve a generation."""
+"""The verifiers of a client, and which of them serve a generation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.v1 import drafter_pb2, verifier_pb2
 from ._errors import NotFoundError, PacelineError, PreconditionError, UnavailableError
 from ._options import RetryOptions
 from ._text import Model, TextCodec, TokenizerCache
-from ._transport import DrafterTransport, Pool, Transport
+from ._transport import Pool, Transport
 
 logger = logging.getLogger("paceline.client")
 
@@ -34,10 +34,6 @@ CHUNK = 64
 _MAX_CHUNKS = 1 << 16
 LOCAL = "local"
 """The drafter that is a verifier's own guesses, without a drafter service."""
-
-# Longest wait for drafter services to join a verifier, and shortest time between two requests to
-# join it. Unit: seconds.
-JOIN_TIMEOUT, _JOIN_INTERVAL = 2.0, 5.0
 
 
 class Attempts:
@@ -113,12 +109,6 @@ class Verifier:
         """The failure since the latest answer; None: there is none."""
         self.refused = ""
         """Why its target is not the client's; empty: it is."""
-        self.joining: asyncio.Task[None] | None = None
-        """The request that drafter services join it; None before the first."""
-        self.join_at = 0.0
-        """When the next such request may be made, of `time.monotonic`."""
-        self.join_failure = ""
-        """Why services did not join with the latest one; empty: all did."""
         self._retry = retry
         self._failures = 0
         self._retry_at = 0.0
@@ -229,10 +219,8 @@ class Verifier:
         self._full_until = monotonic() + seconds
 
     async def close(self) -> None:
-        """Disconnects."""
-        for task in (self._asking, self.joining):
-            if task is not None:
-                task.cancel()
+        if self._asking is not None:
+            self._asking.cancel()
         await self.transport.close()
 
     async def read_model(self) -> None:
@@ -331,27 +319,17 @@ def _keys(tokens: Sequence[int]) -> Iterator[int]:
 
 
 class Fleet:
-    """The verifiers and drafter services of a client. One verifier is a fleet of one.
+    """The verifiers of a client. One verifier is a fleet of one.
 
     The target is that of the first verifier that answers. Verifiers of another one are refused
     until no verifier of the list was last seen with this one.
     """
 
-    def __init__(
-        self,
-        verifiers: Pool[Verifier],
-        drafters: Pool[DrafterTransport],
-        tokenizers: TokenizerCache,
-        retry: RetryOptions,
-    ) -> None:
+    def __init__(self, verifiers: Pool, tokenizers: TokenizerCache, retry: RetryOptions) -> None:
         self.verifiers = verifiers
-        """All of them."""
-        self._drafters = drafters
         self._tokenizers = tokenizers
-        self.retry = retry
-        """Retries when all verifiers are unreachable or full."""
+        self.retry = retry  # when all verifiers are unreachable or full
         self.prefixes = PrefixTable()
-        """Which verifier has the KV of which text."""
         self._model: Model | None = None
         self._loading = asyncio.Lock()
         self._logged: set[str] = set()
@@ -422,50 +400,33 @@ class Fleet:
             return UnavailableError(message)
         return _copy(errors[0], message) if errors else UnavailableError(message)
 
-    async def provide_drafter(self, verifier: Verifier, drafter: str | None) -> str:
-        """Asks the drafter services to join a verifier that lacks the wanted drafter.
+    async def missing_drafter(self, verifier: Verifier, drafter: str | None) -> str:
+        """Why a verifier lacks the wanted drafter; empty if it has it, or if none is wanted.
 
-        It reads the verifier's model first: perhaps they have joined a moment ago. One request to
-        join a verifier runs at a time, and the next one not before some seconds have passed. Waits
-        at most 2 s.
+        Reads the verifier's model before it says so: perhaps a service has joined a moment ago.
 
         Args:
             verifier: The verifier of a generation.
             drafter: NAME or NAME@VERSION; None: the verifier's default; "none": none; "local": the
                 verifier's own guesses alone.
 
-        Returns:
-            Why the verifier lacks the drafter; empty if it has it, or if none is wanted.
-
         Raises:
-            NotFoundError: The drafter services have answered, and none ever had this drafter.
+            NotFoundError: There are drafters, and none ever had this name.
         """
-        if drafter == "none" or not verifier.address:
-            return ""
-        if self._has(verifier, drafter) or (drafter is None and not self._drafters):
+        if drafter in (None, "none") or not verifier.address or self._has(verifier, drafter):
             return ""
         await verifier.read_model()
         if self._has(verifier, drafter):
             return ""
-        if self._drafters and drafter != LOCAL:
-            joining = verifier.joining
-            if joining is None or (joining.done() and monotonic() >= verifier.join_at):
-                joining = verifier.joining = asyncio.create_task(self._join(verifier))
-            await asyncio.wait([joining])
-            if self._has(verifier, drafter):
-                return ""
         names = dict.fromkeys(name for each in self.serving for name in each.drafters())
-        missing = verifier.join_failure or "no drafter service has joined the verifier"
-        if drafter is None:
-            return "" if verifier.guesses else missing
-        if names and not verifier.join_failure and drafter not in self._known_drafters:
+        if names and drafter not in self._known_drafters:
             known = ", ".join(("none", *names))
             raise NotFoundError(
                 f"there is no drafter {drafter!r} here; there are: {known}",
                 reason="DRAFTER_NOT_FOUND",
                 metadata={"param": "drafter"},
             )
-        return f"drafter {drafter!r} is not there: {missing}"
+        return f"drafter {drafter!r} is not there: no drafter service with it has joined"
 
     def _has(self, verifier: Verifier, drafter: str | None) -> bool:
         """Whether a verifier has a drafter, which is remembered."""
@@ -475,36 +436,12 @@ class Fleet:
         return found
 
     async def drafters(self) -> tuple[str, ...]:
-        """Names of drafters, the default one first.
-
-        They are those of the services that have joined the verifiers, and ``local`` where these
-        guess by themselves; without any such service, those of the first drafter service of the
-        client's list that answers.
-
-        Raises UnavailableError if none can be reached.
-        """
-        errors: list[PacelineError] = []
-        try:
-            await self._current_model()
-            # The model of a moment ago lacks a drafter that was just loaded.
-            await asyncio.gather(*(each.read_model() for each in self.serving))
-        except UnavailableError as error:
-            errors.append(error)
-        names = [name for each in self.serving for name in each.drafters()]
-        if set(names) - {LOCAL}:
-            return tuple(dict.fromkeys(names))
-        await self._drafters.update()
-        errors += self._drafters.failures.values()
-        for service in self._drafters.members:
-            try:
-                listed = await service.call("ListDrafters", drafter_pb2.ListDraftersRequest())
-            except PacelineError as error:
-                errors.append(error)
-                continue
-            return tuple(dict.fromkeys([*_names(listed.default_drafter, listed.drafters), *names]))
-        if errors and not names:
-            raise errors[-1]
-        return tuple(dict.fromkeys(names))
+        """Names of drafters that have joined the verifiers, the default one first, and ``local``
+        where these guess by themselves. Raises UnavailableError if no verifier can be reached."""
+        await self._current_model()
+        # The model of a moment ago lacks a drafter that was just loaded.
+        await asyncio.gather(*(each.read_model() for each in self.serving))
+        return tuple(dict.fromkeys(name for each in self.serving for name in each.drafters()))
 
     def drafting_failed(self, reason: str, message: str) -> None:
         """Logs a failure of drafting: a warning for the first of its reason, then information."""
@@ -514,35 +451,7 @@ class Fleet:
         logger.log(level, "drafting failed (%s), the text goes on: %s", reason, message)
 
     async def close(self) -> None:
-        """Disconnects."""
         await self.verifiers.close()
-        await self._drafters.close()
-
-    async def _join(self, verifier: Verifier) -> None:
-        """Has every drafter service join a verifier. Logs failures; never raises."""
-
-        request = drafter_pb2.JoinVerifierRequest(address=verifier.address)
-
-        async def join(service: DrafterTransport) -> str:
-            """Why it did not join; empty if it did."""
-            try:
-                async with asyncio.timeout(JOIN_TIMEOUT):
-                    await service.call("JoinVerifier", request)
-            except TimeoutError:
-                return f"no drafter answers at {service.address} within {JOIN_TIMEOUT:g} s"
-            except PacelineError as error:
-                return error.message
-            return ""
-
-        await self._drafters.update()
-        failures = [f"{name}: {error.message}" for name, error in self._drafters.failures.items()]
-        failures += await asyncio.gather(*map(join, self._drafters.members))
-        verifier.join_failure = "; ".join(filter(None, failures))
-        if verifier.join_failure:
-            message = f"it did not join {verifier.address}: {verifier.join_failure}"
-            self.drafting_failed("drafter_unavailable", message)
-        await verifier.read_model()
-        verifier.join_at = monotonic() + _JOIN_INTERVAL
 
     async def _current_model(self) -> Model:
         await self._ask()

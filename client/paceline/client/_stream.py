@@ -368,7 +368,7 @@ class TokenStream:
         try:
             # Before the prefill, because the cache keeps the hidden states that the drafter reads.
             try:
-                missing = await self._fleet.provide_drafter(verifier, options.drafter)
+                missing = await self._fleet.missing_drafter(verifier, options.drafter)
             except NotFoundError as error:
                 if not self._request.output:
                     raise

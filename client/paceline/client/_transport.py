@@ -1,4 +1,4 @@
-"""The calls of a client to a verifier and a drafter service, by gRPC.
+"""The calls of a client to a verifier, by gRPC.
 
 A transport raises exceptions of this package only.
 """
@@ -14,14 +14,13 @@ import socket
 from collections.abc import AsyncGenerator, Callable
 from functools import cached_property
 from time import monotonic
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import grpc
-from google.protobuf.message import Message
 
 from paceline.telemetry.tracing import current_metadata
 from paceline.tokens import TokenError, check_encrypted, is_local, local_token
-from paceline.v1 import drafter_pb2_grpc, verifier_pb2, verifier_pb2_grpc
+from paceline.v1 import verifier_pb2, verifier_pb2_grpc
 
 from ._errors import InvalidRequestError, PacelineError, UnavailableError, rpc_errors
 from ._options import TlsOptions
@@ -35,7 +34,6 @@ _DNS = "dns:///"
 _FORMS = re.compile(r"(unix|unix-abstract|ipv4|ipv6|vsock):.+|([\w.-]+|\[[\w.:%]+\]):([0-9]{1,5})")
 _MAX_AGE = 5.0  # DNS names are resolved again after this time, in seconds
 
-M = TypeVar("M", bound="Verifier | DrafterTransport")
 CLIENT_HEADER = "paceline-client"  # metadata key of a client's random name; load balancers hash it
 
 _aio: Any = grpc.aio
@@ -79,32 +77,29 @@ def parse_addresses(text: str, kind: str) -> tuple[str, ...]:
     return entries
 
 
-class Pool(Generic[M]):
-    """The services behind a list of addresses, one for each.
+class Pool:
+    """The verifiers behind a list of addresses, one for each.
 
     An entry "dns:///name:port" stands for all addresses of the name. It is resolved before the
     first use, again after `expire`, and every few seconds while the pool is in use.
 
     Args:
-        make: Creates a service from its address and the DNS name that it was resolved from, which
+        make: Creates a verifier from its address and the DNS name that it was resolved from, which
             is empty for other addresses.
         entries: The list; see `parse_addresses`.
     """
 
-    def __init__(self, make: Callable[[str, str], M], entries: tuple[str, ...]) -> None:
+    def __init__(self, make: Callable[[str, str], Verifier], entries: tuple[str, ...]) -> None:
         self._make = make
-        self._members: dict[str, M] = {}
-        self._left: list[M] = []
+        self._members: dict[str, Verifier] = {}
+        self._left: list[Verifier] = []
         self._resolving: asyncio.Task[None] | None = None
         self.failures: dict[str, PacelineError] = {}
         """DNS names that could not be resolved, and why."""
         self.set(entries)
 
-    def __bool__(self) -> bool:
-        return bool(self._entries)
-
     @property
-    def members(self) -> tuple[M, ...]:
+    def members(self) -> tuple[Verifier, ...]:
         return tuple(self._members.values())
 
     def set(self, entries: tuple[str, ...]) -> None:
@@ -115,11 +110,11 @@ class Pool(Generic[M]):
             self._become(dict.fromkeys(entries, ""))
 
     def expire(self) -> None:
-        """Makes the next `update` resolve names again: a service failed."""
+        """Makes the next `update` resolve names again: a verifier failed."""
         self._resolved_at = float("-inf")
 
     async def update(self) -> None:
-        """Resolves names again if that is due. Waits for it only if there is no service yet."""
+        """Resolves names again if that is due. Waits for it only if there is no verifier yet."""
         for member in [each for each in self._left if not each.running]:
             self._left.remove(member)
             await member.close()
@@ -151,7 +146,7 @@ class Pool(Generic[M]):
         self._become((dict.fromkeys(self._members, "") if failures else {}) | found)
 
     def _become(self, addresses: dict[str, str]) -> None:
-        """Adds and removes services. Generations of a removed one finish there."""
+        """Adds and removes verifiers. Generations of a removed one finish there."""
         self._left += [self._members[gone] for gone in self._members if gone not in addresses]
         self._members = {
             address: self._members.get(address) or self._make(address, name)
@@ -236,11 +231,9 @@ class Connections:
         return _aio.secure_channel(address, self._credentials, options=options)
 
 
-class _Service:
-    """Calls one service; `address` and `name` as of `Connections.channel`. Connects with the first
+class Transport:
+    """Calls one verifier; `address` and `name` as of `Connections.channel`. Connects with the first
     call."""
-
-    kind = ""
 
     def __init__(self, connections: Connections, address: str, name: str = "") -> None:
         self.address = address
@@ -256,16 +249,8 @@ class _Service:
         return self._connections.channel(self.address, self._name)
 
     async def _unary(self, method: Any, request: Any) -> Any:
-        with rpc_errors(self.kind, self.address):
+        with rpc_errors("verifier", self.address):
             return await method(request, metadata=(*self._metadata, *current_metadata()))
-
-    async def close(self) -> None:
-        if "_channel" in self.__dict__:
-            await self._channel.close()
-
-
-class Transport(_Service):
-    kind = "verifier"
 
     @cached_property
     def _verifier(self) -> Any:
@@ -281,7 +266,7 @@ class Transport(_Service):
     async def create_cache(
         self, request: verifier_pb2.CreateCacheRequest
     ) -> AsyncGenerator[verifier_pb2.CreateCacheResponse, None]:
-        with rpc_errors(self.kind, self.address):
+        with rpc_errors("verifier", self.address):
             call = self._verifier.CreateCache(request, metadata=self._metadata)
             try:
                 async for response in call:
@@ -298,22 +283,9 @@ class Transport(_Service):
     async def release_cache(self, request: verifier_pb2.ReleaseCacheRequest) -> None:
         await self._unary(self._verifier.ReleaseCache, request)
 
-
-class DrafterTransport(_Service):
-    kind = "drafter"
-    running = 0  # generations use verifiers only
-
-    @cached_property
-    def _registry(self) -> Any:
-        stub: Any = drafter_pb2_grpc.DrafterRegistryServiceStub
-        return stub(self._channel)
-
-    async def call(self, rpc: str, request: Message, timeout: float | None = None) -> Any:
-        """The response of the RPC of this name. It is part of no generation's trace: what a
-        service answers is shared by all generations."""
-        with rpc_errors(self.kind, self.address):
-            method = getattr(self._registry, rpc)
-            return await method(request, metadata=self._metadata, timeout=timeout)
+    async def close(self) -> None:
+        if "_channel" in self.__dict__:
+            await self._channel.close()
 
 
 class GenerateStream:

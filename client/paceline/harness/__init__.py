@@ -78,8 +78,7 @@ class ServiceProcess:
     Args:
         kind: Sub-command to run.
         arguments: Its arguments, such as `["--target", "models/demo/target"]`. `--address`,
-            `--ready-file` and `--stop-with-stdin` are added. A drafter without `--verifier` joins
-            any verifier on this machine that a client asks it to join.
+            `--ready-file` and `--stop-with-stdin` are added.
         address: Address to listen on; port 0 takes a free port.
         environment: Variables that override those of this process.
         wrapper: Command that execs the service, such as `unshare` with its arguments.
@@ -152,10 +151,6 @@ class ServiceProcess:
             *("--address", self._bound_address or self._requested_address),
             *("--ready-file", str(self._ready_file), "--stop-with-stdin"),
         ]
-        if self.kind == "drafter" and not any(
-            a.partition("=")[0] == "--verifier" for a in self.arguments
-        ):
-            words += ["--verifier=127.0.0.1:*", "--verifier=unix:*"]
         main, self._main = self._main, None
         with self._log_file.open("ab") as log:
             output = None if self._show_log else log

@@ -69,7 +69,7 @@ class Pair:
         from paceline.client import Client, DraftOptions
 
         always = DraftOptions(adaptive=False, timeout=timeout)
-        return Client(self.verifier.address, drafter_address=self.drafter.address, drafting=always)
+        return Client(self.verifier.address, drafting=always)
 
 
 @contextmanager
@@ -92,19 +92,23 @@ def pair(
         "dspark": f"dspark:{DEMO / 'dspark'},target={target}",
         "selfspec": f"selfspec:{target},kv={kv}",
     }
-    verifier = ServiceProcess(
-        "verifier",
-        [
-            *("--target", str(target), "--weights", "float32"),
-            *("--device", verifier_device, "--kv-bytes", "256MiB"),
-        ],
-    )
-    drafter = ServiceProcess(
-        "drafter",
-        [*(f"--load={name}={specs[name]}" for name in methods), "--device", drafter_device],
-        environment=drafter_environment,
-    )
-    with verifier, drafter:
+    with (
+        ServiceProcess(
+            "verifier",
+            [
+                *("--target", str(target), "--weights", "float32"),
+                *("--device", verifier_device, "--kv-bytes", "256MiB"),
+            ],
+        ) as verifier,
+        ServiceProcess(
+            "drafter",
+            [
+                *(f"--load={name}={specs[name]}" for name in methods),
+                *("--device", drafter_device, "--verifier", verifier.address),
+            ],
+            environment=drafter_environment,
+        ) as drafter,
+    ):
         yield Pair(verifier, drafter)
 
 

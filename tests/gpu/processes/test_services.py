@@ -73,6 +73,9 @@ async def check_kill(services: Pair, kind: str, job: Job, right: list[int]) -> N
                 restart = asyncio.create_task(asyncio.to_thread(process.start))
         assert restart is not None
         await restart
+        async with asyncio.timeout(60):
+            while "longspec" not in await client.drafters():  # noqa: ASYNC110 - no event tells
+                await asyncio.sleep(0.1)
     assert tokens == right, f"{kind} killed"
     assert other.returncode is None, f"{kind} killed: the other process ended too"
     found = await write(services, "longspec", [job], len(right))

@@ -18,10 +18,10 @@ async def three_verifiers(world: World) -> Outcome:
     outcome = Outcome()
     concurrency = _GENERATIONS * world.scale.generations
     async with AsyncExitStack() as stack:
-        services = await stack.enter_async_context(world.services())
-        killed, drained, added = [
+        killed, drained, added = others = [
             await stack.enter_async_context(world.verifier_process()) for _ in range(3)
         ]
+        services = await stack.enter_async_context(world.services(others=others))
         kept, client = services.verifier, services.client
         addresses = f"{kept.address},{killed.address},{drained.address}"
         client.set_verifiers(addresses)

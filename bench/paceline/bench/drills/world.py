@@ -138,23 +138,30 @@ class World:
         load: Sequence[str] = ("ngram",),
         *,
         verifier: ServiceProcess | None = None,
+        others: Sequence[ServiceProcess] = (),
         environment: Mapping[str, str] | None = None,
     ) -> AsyncIterator[DrillServices]:
         """Services for the body.
 
         Args:
             load: Drafter specifications; the first is the default drafter.
+            others: Running verifiers that the drafter joins too.
         """
-        drafter = ServiceProcess(
-            "drafter",
-            ["--device=cpu", *(f"--load={spec}" for spec in load)],
-            environment={**_ONE_THREAD, **(environment or {})},
-            ready_seconds=_READY_SECONDS,
-        )
-        async with verifier or self.verifier_process(environment=environment) as started, drafter:
+        async with (
+            verifier or self.verifier_process(environment=environment) as started,
+            ServiceProcess(
+                "drafter",
+                [
+                    "--device=cpu",
+                    *(f"--verifier={each.address}" for each in (started, *others)),
+                    *(f"--load={spec}" for spec in load),
+                ],
+                environment={**_ONE_THREAD, **(environment or {})},
+                ready_seconds=_READY_SECONDS,
+            ) as drafter,
+        ):
             client = Client(
                 started.address,
-                drafter_address=drafter.address,
                 # Longer than any outage here, so that only a fault makes a request fail.
                 retry=RetryOptions(budget=_READY_SECONDS),
                 # Drafting does not pay for a model this small, and no drill would test it.

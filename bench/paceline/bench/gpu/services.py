@@ -297,7 +297,7 @@ def drafters_by_sequences(config: DecoderConfig, names: Sequence[str]) -> dict[i
 
 
 async def measure_all(
-    address: str, drafter: str, names: Sequence[str], config: DecoderConfig, ends: float
+    address: str, names: Sequence[str], config: DecoderConfig, ends: float
 ) -> tuple[dict[str, dict[str, float]], list[str]]:
     """Report every case.
 
@@ -314,7 +314,7 @@ async def measure_all(
     found: dict[str, dict[str, float]] = {}
     left_out: list[str] = []
     texts: dict[tuple[str, int], list[list[int]]] = {}
-    async with Client(address, drafter_address=drafter, drafting=ALWAYS) as client:
+    async with Client(address, drafting=ALWAYS) as client:
         for (label, sampling), (sequences, name) in product(SAMPLING.items(), cases):
             case = f"{sequences} x {name}, {label}"
             if time.monotonic() > ends:
@@ -387,14 +387,12 @@ def rounds(device: torch.device) -> None:
             with ServiceProcess(
                 "drafter", [on, f"--verifier={verifier.address}", *load],
                 environment=environment, ready_seconds=START_SECONDS,
-            ) as drafter:  # fmt: skip
+            ):  # fmt: skip
                 joined = time.monotonic()
                 report("seconds_to_start", {"verifier": ready - began, "drafter": joined - ready})
                 ends = joined + SECONDS
                 names = list(specs)
-                found, left_out = asyncio.run(
-                    measure_all(verifier.address, drafter.address, names, config, ends)
-                )
+                found, left_out = asyncio.run(measure_all(verifier.address, names, config, ends))
         began = time.monotonic()
         with ServiceProcess("verifier", given, ready_seconds=START_SECONDS):
             found[WARM] = {"verifier": time.monotonic() - began}
@@ -471,11 +469,11 @@ async def write(
     return [list(result.token_ids) for result in results], round(emitted, 2)
 
 
-async def compare(verifier: str, drafter: str, weights: str, count: int, tokens: int) -> list[str]:
+async def compare(verifier: str, weights: str, count: int, tokens: int) -> list[str]:
     """Report each way of writing the texts; returns those that changed one."""
     changed = []
     texts = jobs(count)
-    async with Client(verifier, drafter_address=drafter, drafting=ALWAYS) as client:
+    async with Client(verifier, drafting=ALWAYS) as client:
         right, _ = await write(client, "none", texts, 1, tokens)
         ways = [
             (name, n)
@@ -525,11 +523,9 @@ def texts(device: torch.device) -> None:
             ServiceProcess("verifier", [*given, "--kv-bytes=512MiB"]) as verifier,
             ServiceProcess(
                 "drafter", ["--device", device.type, f"--verifier={verifier.address}", *load]
-            ) as drafter,
+            ),
         ):
-            changed += asyncio.run(
-                compare(verifier.address, drafter.address, weights, count, tokens)
-            )
+            changed += asyncio.run(compare(verifier.address, weights, count, tokens))
         if device.type == "cuda":
             torch.cuda.empty_cache()
     if changed:

@@ -6,20 +6,16 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, Self
-
-import grpc
+from typing import Self
 
 from paceline.bench.table.engines import NONE, Server, free_port
 from paceline.harness import ServiceProcess
 from paceline.service.cpus import usable_cpus
-from paceline.v1 import drafter_pb2, drafter_pb2_grpc
 
 NGRAM = "n-gram"  # its own drafts, by the settings of its documentation
 LOOKUP = "paceline look-up"  # Paceline's proposer without a drafter service
 _TOKENS = 8  # of a chain
 _CONTEXT = 8192
-_JOIN_SECONDS = 60.0
 _NGRAM = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 _PROPOSER = {"method": "custom_class", "model": "paceline.vllm.PacelineProposer"}
 
@@ -79,13 +75,7 @@ class Vllm(Server):
                 if mode not in self.modes:
                     continue
                 words = ["--device=cpu", "--load", spec, "--verifier", self._addresses[mode]]
-                drafter = await stack.enter_async_context(ServiceProcess("drafter", words))
-                channel = await stack.enter_async_context(
-                    grpc.aio.insecure_channel(drafter.address)
-                )
-                registry: Any = drafter_pb2_grpc.DrafterRegistryServiceStub(channel)
-                join = drafter_pb2.JoinVerifierRequest(address=self._addresses[mode])
-                await registry.JoinVerifier(join, timeout=_JOIN_SECONDS)
+                await stack.enter_async_context(ServiceProcess("drafter", words))
             self._joined = stack.pop_all()
         return self
 

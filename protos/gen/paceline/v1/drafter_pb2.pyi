@@ -157,15 +157,3 @@ class UnloadDrafterResponse(_message.Message):
     UNLOADED_FIELD_NUMBER: _ClassVar[int]
     unloaded: bool
     def __init__(self, unloaded: _Optional[bool] = ...) -> None: ...
-
-class JoinVerifierRequest(_message.Message):
-    __slots__ = ("address",)
-    ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    address: str
-    def __init__(self, address: _Optional[str] = ...) -> None: ...
-
-class JoinVerifierResponse(_message.Message):
-    __slots__ = ("verifier",)
-    VERIFIER_FIELD_NUMBER: _ClassVar[int]
-    verifier: VerifierLink
-    def __init__(self, verifier: _Optional[_Union[VerifierLink, _Mapping]] = ...) -> None: ...

@@ -61,11 +61,6 @@ class DrafterRegistryServiceStub:
                 request_serializer=paceline_dot_v1_dot_drafter__pb2.UnloadDrafterRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_drafter__pb2.UnloadDrafterResponse.FromString,
                 _registered_method=True)
-        self.JoinVerifier = channel.unary_unary(
-                '/paceline.v1.DrafterRegistryService/JoinVerifier',
-                request_serializer=paceline_dot_v1_dot_drafter__pb2.JoinVerifierRequest.SerializeToString,
-                response_deserializer=paceline_dot_v1_dot_drafter__pb2.JoinVerifierResponse.FromString,
-                _registered_method=True)
 
 
 class DrafterRegistryServiceServicer:
@@ -109,13 +104,6 @@ class DrafterRegistryServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def JoinVerifier(self, request, context):
-        """Has the service join a verifier that its own list allows; responds when it has joined.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_DrafterRegistryServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -143,11 +131,6 @@ def add_DrafterRegistryServiceServicer_to_server(servicer, server):
                     servicer.UnloadDrafter,
                     request_deserializer=paceline_dot_v1_dot_drafter__pb2.UnloadDrafterRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_drafter__pb2.UnloadDrafterResponse.SerializeToString,
-            ),
-            'JoinVerifier': grpc.unary_unary_rpc_method_handler(
-                    servicer.JoinVerifier,
-                    request_deserializer=paceline_dot_v1_dot_drafter__pb2.JoinVerifierRequest.FromString,
-                    response_serializer=paceline_dot_v1_dot_drafter__pb2.JoinVerifierResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -287,33 +270,6 @@ class DrafterRegistryService:
             '/paceline.v1.DrafterRegistryService/UnloadDrafter',
             paceline_dot_v1_dot_drafter__pb2.UnloadDrafterRequest.SerializeToString,
             paceline_dot_v1_dot_drafter__pb2.UnloadDrafterResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def JoinVerifier(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/paceline.v1.DrafterRegistryService/JoinVerifier',
-            paceline_dot_v1_dot_drafter__pb2.JoinVerifierRequest.SerializeToString,
-            paceline_dot_v1_dot_drafter__pb2.JoinVerifierResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -9,7 +9,7 @@ import random
 import re
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 
 from paceline.drafter.connection import Connection, ServiceParts
-from paceline.service import OptionsError, ServiceError, limits
+from paceline.service import OptionsError, limits
 from paceline.service.exchange import FramedSocket, socket_address
 from paceline.tokens import TokenError
 from paceline.v1 import drafter_pb2, exchange_pb2, exchange_pb2_grpc
@@ -25,13 +25,10 @@ from paceline.v1 import drafter_pb2, exchange_pb2, exchange_pb2_grpc
 logger = logging.getLogger("paceline.drafter")
 
 JOIN_SECONDS = 10.0  # maximum wait for the answer of a verifier to a Join call
-REACH_SECONDS = 2.0  # maximum wait of JoinVerifier, and for verifiers to list changed drafters
-FIRST_DELAY, MAX_DELAY = 0.1, 5.0
-"""Delays before a verifier is joined again, doubled after each attempt. Unit: seconds."""
-
-MAX_VERIFIERS = 64  # maximum number of verifiers, those of JoinVerifier included
+REACH_SECONDS = 2.0  # maximum wait for the first attempts, and for verifiers to list a change
+FIRST_DELAY, MAX_DELAY = 0.1, 1.0  # before a verifier is joined again, doubled after each attempt
 _SOCKET_SECONDS = 1.0
-_ADDRESS = re.compile(r"unix:(/.+|\*)|[^\s:/]+:(\d+|\*)|\[[0-9a-fA-F:.]+\]:(\d+|\*)")
+_ADDRESS = re.compile(r"unix:/.+|[^\s:/]+:\d+|\[[0-9a-fA-F:.]+\]:\d+")
 
 
 class _Ended(Exception):
@@ -45,13 +42,12 @@ class _Verifier:
         self.address = address
         self.connection: Connection | None = None  # None if it is not joined
         self.error = "not joined yet"
-        self.joined = asyncio.Event()  # set while it is joined
+        self.tried = asyncio.Event()  # set once the first attempt has ended, or has joined it
         self._announced = 0
         self._listed = asyncio.Event()
         """Cleared while the verifier has to answer a list of drafters."""
         self._parts = parts
         self._delay = FIRST_DELAY
-        self._hurry = asyncio.Event()
         self._outgoing: asyncio.Queue[exchange_pb2.JoinRequest] = asyncio.Queue()
         self._task = asyncio.create_task(self._run(), name=f"join {address}")
 
@@ -74,15 +70,8 @@ class _Verifier:
 
     async def listed(self) -> None:
         """Return when the verifier lists the drafters as they are now, or is not joined."""
-        if self.joined.is_set():
+        if self.connection is not None:
             await self._listed.wait()
-
-    async def reach(self) -> None:
-        """Return when it is joined. The next attempt begins at once."""
-        if not self.joined.is_set():
-            self._hurry.set()
-        await self.joined.wait()
-        await self.listed()
 
     async def close(self) -> None:
         """End the connection and join no more."""
@@ -130,10 +119,8 @@ class _Verifier:
                 extra={"verifier": self.address, "reason": why},
             )
             self.error = why
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._delay * random.uniform(0.5, 1.0)):
-                    await self._hurry.wait()
-            self._hurry.clear()
+            self.tried.set()
+            await asyncio.sleep(self._delay * random.uniform(0.5, 1.0))
             self._delay = min(2 * self._delay, MAX_DELAY)
 
     async def _join(self) -> None:
@@ -210,7 +197,7 @@ class _Verifier:
         try:
             worker.post(connection.start)
             self.connection, self.error, self._delay = connection, "", FIRST_DELAY
-            self.joined.set()
+            self.tried.set()
             logger.info(
                 "joined a verifier",
                 extra={"verifier": self.address, "carrier": connection.carrier},
@@ -220,7 +207,6 @@ class _Verifier:
                 await ended
         finally:
             self.connection = None
-            self.joined.clear()
             failed.cancel()
             for task in tasks:
                 task.cancel()
@@ -235,9 +221,7 @@ class Exchange:
         """Keep the list; :meth:`start` joins them.
 
         Args:
-            verifiers: Addresses: ``unix:/path`` or ``host:port``. One whose port is ``*``
-                (``127.0.0.1:*``, ``unix:*``) is not joined, but allows :meth:`join` for matching
-                addresses.
+            verifiers: Addresses: ``unix:/path`` or ``host:port``.
             parts: Of the service.
 
         Raises:
@@ -246,58 +230,28 @@ class Exchange:
         for address in verifiers:
             if not _ADDRESS.fullmatch(address):
                 raise OptionsError(
-                    f"--verifier {address!r} is not an address, expected host:port, unix:/path, "
-                    "host:* or unix:*"
+                    f"--verifier {address!r} is not an address, expected host:port or unix:/path"
                 )
             parts.kv.check(address)
-        self._allowed = list(dict.fromkeys(verifiers))
+        self._addresses = list(dict.fromkeys(verifiers))
         self._parts = parts
-        self._verifiers: dict[str, _Verifier] = {}
+        self._verifiers: list[_Verifier] = []
 
     def links(self) -> list[drafter_pb2.VerifierLink]:
-        """The verifiers of the list that are not patterns, and those of :meth:`join`."""
-        return [verifier.link() for verifier in tuple(self._verifiers.values())]
+        """The verifiers of the list."""
+        return [verifier.link() for verifier in tuple(self._verifiers)]
 
-    def start(self) -> None:
-        """Join the verifiers in the background, and tell them of changes of the registry."""
-        for address in self._allowed:
-            if not address.endswith("*"):
-                self._verifiers[address] = _Verifier(address, self._parts)
-        self._parts.registry.on_change = self._announce
+    async def start(self) -> None:
+        """Join the verifiers in the background, and tell them of changes of the registry.
 
-    async def join(self, address: str) -> drafter_pb2.VerifierLink:
-        """Join a verifier that the list allows; returns when it is joined.
-
-        Raises:
-            ServiceError: FAILED_PRECONDITION with VERIFIER_NOT_ALLOWED, UNAVAILABLE with DRAINING
-                or VERIFIER_UNREACHABLE, or RESOURCE_EXHAUSTED with TOO_MANY_VERIFIERS.
+        Return when each was tried once, so that one which serves lists this service; one that does
+        not answer in time is not waited for.
         """
-        if not _allows(self._allowed, address):
-            raise ServiceError.failed_precondition(
-                "VERIFIER_NOT_ALLOWED",
-                f"this drafter service may not join the verifier {address[:80]!r}; start it with "
-                f"--verifier ADDRESS (allowed are: {', '.join(self._allowed) or 'none'})",
-            )
-        if self._parts.draining:
-            raise ServiceError.unavailable("DRAINING", "the drafter service is shutting down")
-        verifier = self._verifiers.get(address)
-        new = verifier is None
-        if verifier is None:
-            await self._make_room()
-            verifier = self._verifiers.setdefault(address, _Verifier(address, self._parts))
-        try:
+        self._verifiers += [_Verifier(address, self._parts) for address in self._addresses]
+        self._parts.registry.on_change = self._announce
+        with suppress(TimeoutError):
             async with asyncio.timeout(REACH_SECONDS):
-                await verifier.reach()
-        except TimeoutError:
-            if new and not verifier.joined.is_set():
-                self._verifiers.pop(address, None)
-                await verifier.close()
-            raise ServiceError.unavailable(
-                "VERIFIER_UNREACHABLE",
-                f"the verifier at {address} was not joined within {REACH_SECONDS:g} s: "
-                f"{verifier.error}; start it, or name another address",
-            ) from None
-        return verifier.link()
+                await asyncio.gather(*(each.tried.wait() for each in self._verifiers))
 
     async def listed(self) -> None:
         """Return when the joined verifiers list the drafters as they are now.
@@ -306,7 +260,7 @@ class Exchange:
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(REACH_SECONDS):
-                await asyncio.gather(*(each.listed() for each in self._verifiers.values()))
+                await asyncio.gather(*(each.listed() for each in self._verifiers))
 
     async def drain(self) -> None:
         """Open no more sequences, and return when the verifiers have closed all there are."""
@@ -319,40 +273,12 @@ class Exchange:
     async def close(self) -> None:
         """End all connections. Every sequence has left its version when it returns."""
         self._parts.draining = True
-        verifiers = list(self._verifiers.values())
+        await asyncio.gather(*(verifier.close() for verifier in self._verifiers))
         self._verifiers.clear()
-        await asyncio.gather(*(verifier.close() for verifier in verifiers))
 
     def _announce(self) -> None:
-        for verifier in self._verifiers.values():
+        for verifier in self._verifiers:
             verifier.announce()
-
-    async def _make_room(self) -> None:
-        """Forget verifiers of :meth:`join` that have gone, if there are too many. Raises
-        ``ServiceError``: TOO_MANY_VERIFIERS."""
-        if len(self._verifiers) < MAX_VERIFIERS:
-            return
-        gone = [
-            each
-            for address, each in self._verifiers.items()
-            if address not in self._allowed and each.connection is None
-        ]
-        if not gone:
-            raise ServiceError.resource_exhausted(
-                "TOO_MANY_VERIFIERS",
-                f"this drafter service has joined {MAX_VERIFIERS} verifiers, which is its limit",
-            )
-        for each in gone:
-            del self._verifiers[each.address]
-        await asyncio.gather(*(each.close() for each in gone))
-
-
-def _allows(allowed: Iterable[str], address: str) -> bool:
-    """Whether an address is in a list, or matches a pattern of it."""
-    if not _ADDRESS.fullmatch(address) or address.endswith("*"):
-        return False
-    kind = "unix:*" if address.startswith("unix:") else address.rpartition(":")[0] + ":*"
-    return address in allowed or kind in allowed
 
 
 async def _read(call: Any) -> exchange_pb2.JoinResponse:

@@ -102,13 +102,6 @@ class DrafterRegistryServicer(drafter_pb2_grpc.DrafterRegistryServiceServicer):
         )
         return drafter_pb2.UnloadDrafterResponse(unloaded=unloaded)
 
-    async def JoinVerifier(
-        self, request: drafter_pb2.JoinVerifierRequest, context: Context
-    ) -> drafter_pb2.JoinVerifierResponse:
-        """Joins a verifier that the service's list allows."""
-        link = await self._exchange.join(request.address)
-        return drafter_pb2.JoinVerifierResponse(verifier=link)
-
     async def _changed(self, what: str, **extra: object) -> None:
         """Wait until the joined verifiers list a change, and log it."""
         await self._exchange.listed()
@@ -148,13 +141,13 @@ class DrafterService:
         drafter_pb2_grpc.add_DrafterRegistryServiceServicer_to_server(servicer, server)
 
     async def start(self) -> None:
-        """Load the drafters of the command line, then join verifiers. Raises ``LoadError``: a
+        """Load the drafters of the command line, then join verifiers. Raises ``LoadError`` if a
         drafter of the command line cannot be loaded."""
         self._parts.worker.start()
         for spec in self._load:
             phases.begin(f"loading {spec.name}")
             await self._parts.registry.load(spec)
-        self.exchange.start()
+        await self.exchange.start()
 
     async def fault(self) -> None:
         """Wait until the device is lost: every other failure is that of one drafter, sequence or
@@ -192,8 +185,7 @@ def build_service(
     Args:
         load: Drafters to load at start; the first is the default. May be empty: drafters can be
             loaded over gRPC too.
-        verifiers: Addresses of verifiers to join. One whose port is ``*`` allows JoinVerifier for
-            matching addresses (:class:`paceline.drafter.exchange.Exchange`).
+        verifiers: Addresses of verifiers to join.
         roots: Folders below which LoadDrafter may load from. Empty: the folders in ``load`` and
             their parents.
         device: Device of methods with weights: auto, cpu, cuda or cuda:N
