@@ -438,23 +438,13 @@ def test_the_drafter_trusts_the_verifiers_certificate(
     cert, key = short_folder / "cert", short_folder / "key"
     curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
     names = ("-addext", "subjectAltName=DNS:localhost")
-    command = [
-        "openssl",
-        "req",
-        "-x509",
-        *curve,
-        "-subj",
-        "/CN=x",
-        *names,
-        "-keyout",
-        key,
-        "-out",
-        cert,
-    ]
+    command = ["openssl", "req", "-x509", *curve, "-subj", "/CN=x", *names]
+    command += ["-keyout", str(key), "-out", str(cert)]
     subprocess.run(command, check=True, capture_output=True)
     own = (f"--tls-cert={cert}", f"--tls-key={key}")
     running = serve("--drafter=ngram", *own, "--log-level=debug")
     running.addresses()
     assert f"--verifier-tls-ca={cert}" in running.command("drafter")
+    assert "has not joined" not in running.log.read_text()
     running.process.send_signal(signal.SIGINT)
     assert running.process.wait(300) == 0

@@ -66,7 +66,7 @@ from paceline.service.options import (
     words_of,
 )
 from paceline.service.runtime import trim
-from paceline.tokens import TokenError, note_services, own_token
+from paceline.tokens import TokenError, certified_name, note_services, own_token
 from paceline.v1 import verifier_pb2
 from paceline.verifier import VerifierOptions
 
@@ -391,7 +391,10 @@ def _channel(address: str, args: argparse.Namespace) -> grpc.Channel:
         return grpc.insecure_channel(address, NO_PROXY)
     own = args.tls_client_ca is not None
     tls = TlsOptions(args.tls_cert, *((args.tls_cert, args.tls_key) if own else (None, None)))
-    return grpc.secure_channel(address, tls.credentials(), NO_PROXY)
+    options = list[tuple[str, Any]](NO_PROXY)
+    if name := certified_name(address):
+        options.append(("grpc.ssl_target_name_override", name))
+    return grpc.secure_channel(address, tls.credentials(), options)
 
 
 def _service(kind: Kind, address: str, arguments: Sequence[str]) -> ServiceProcess:

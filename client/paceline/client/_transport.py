@@ -19,7 +19,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import grpc
 
 from paceline.telemetry.tracing import current_metadata
-from paceline.tokens import TokenError, check_encrypted, is_local, local_token
+from paceline.tokens import (
+    TokenError,
+    certified_name,
+    check_encrypted,
+    is_local,
+    local_token,
+)
 from paceline.v1 import verifier_pb2, verifier_pb2_grpc
 
 from ._errors import InvalidRequestError, PacelineError, UnavailableError, rpc_errors
@@ -217,7 +223,8 @@ class Connections:
         Args:
             address: "host:port" or "unix:/path".
             name: DNS name that was resolved to the address: its certificate has this name, or the
-                `server_name` of the TLS options; empty: that of the address.
+                `server_name` of the TLS options; empty: that of the address, "localhost" for a
+                Unix socket.
         """
         Connections.pid = Connections.pid or os.getpid()
         options = list(self._options)
@@ -226,7 +233,7 @@ class Connections:
             options.append(("grpc.enable_http_proxy", 0))
         if self._credentials is None or self._tls is None:
             return _aio.insecure_channel(address, options=options)
-        if expected := self._tls.server_name or name:
+        if expected := self._tls.server_name or name or certified_name(address):
             options.append(("grpc.ssl_target_name_override", expected))
         return _aio.secure_channel(address, self._credentials, options=options)
 

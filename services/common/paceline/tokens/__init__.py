@@ -46,6 +46,12 @@ def is_local(address: str) -> bool:
     return found.is_loopback or found.is_unspecified
 
 
+def certified_name(address: str) -> str:
+    """The name that a certificate must have which a Unix socket shows, since gRPC would expect the
+    socket's path; empty for other addresses, which have a host's name."""
+    return "localhost" if address.startswith(_UNIX) else ""
+
+
 def check_encrypted(address: str, token: str | None, *, tls: bool) -> None:
     """Raises ``TokenError`` if a token would travel to an address of another machine without
     TLS."""

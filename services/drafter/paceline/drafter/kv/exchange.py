@@ -18,7 +18,7 @@ from paceline.service import limits
 from paceline.service.exchange import request_files
 from paceline.service.interceptor import check_authorities
 from paceline.service.options import OptionsError
-from paceline.tokens import TokenError, check_encrypted, local_token
+from paceline.tokens import TokenError, certified_name, check_encrypted, local_token
 from paceline.v1 import kv_pb2, kv_pb2_grpc
 
 if TYPE_CHECKING:
@@ -265,12 +265,14 @@ class KvExchange:
     def channel(self, address: str) -> grpc.aio.Channel:
         """Returns the channel to a verifier, which is opened if there is none."""
         if address not in self._channels:
-            channel = (
-                grpc.aio.insecure_channel(address, options=_OPTIONS)
+            options = list(_OPTIONS)
+            if name := certified_name(address):
+                options.append(("grpc.ssl_target_name_override", name))
+            self._channels[address] = (
+                grpc.aio.insecure_channel(address, options=options)
                 if self._credentials is None
-                else grpc.aio.secure_channel(address, self._credentials, options=_OPTIONS)
+                else grpc.aio.secure_channel(address, self._credentials, options=options)
             )
-            self._channels[address] = channel
         return self._channels[address]
 
     def drop(self, address: str) -> None:
