@@ -1,6 +1,6 @@
 """A verifier with faults, over real gRPC on unix sockets.
 
-The target is a hash of the text, with a byte tokenizer.
+The target is a hash of the text, or replies what a test says, with a byte tokenizer.
 """
 
 from __future__ import annotations
@@ -11,16 +11,18 @@ import gzip
 import hashlib
 import zlib
 from array import array
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import grpc
 from grpc_status import rpc_status
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from fakes.transport import MockTransport
-from paceline.service import ServiceError
+from paceline.client._options import invalid_requests
+from paceline.client._text import BYTE_OF
+from paceline.sampling import token_ids
 from paceline.v1 import (
     drafter_pb2,
     sampling_pb2,
@@ -29,10 +31,23 @@ from paceline.v1 import (
     verifier_pb2_grpc,
 )
 
-END = MockTransport.END
-TOKENIZER = MockTransport("").json
-DIGEST = hashlib.sha256(TOKENIZER).hexdigest()
+END = 256  # the token after all bytes
 LETTERS = b"abcdefgh "
+
+Reply = str | Sequence[int] | Callable[[str], str]
+
+
+def byte_tokenizer() -> Tokenizer:
+    """A tokenizer whose token i is byte i, with one special token after them."""
+    tokenizer = Tokenizer(models.BPE(vocab=BYTE_OF, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>"])
+    return tokenizer
+
+
+TOKENIZER = byte_tokenizer().to_str().encode()
+DIGEST = hashlib.sha256(TOKENIZER).hexdigest()
 
 
 def next_token(tokens: list[int], seed: int = 0) -> int:
@@ -51,6 +66,8 @@ def status(
     code: grpc.StatusCode, reason: str, message: str, retry_after: float | None = None
 ) -> Any:
     """The status of a `ServiceError` with the metadata `k`."""
+    from paceline.service import ServiceError  # which a client does without
+
     error = ServiceError(code, reason, message, retry_after=retry_after, k="v")
     return rpc_status.to_status(error.to_status())
 
@@ -67,6 +84,8 @@ class Cache:
     tokens: list[int]
     request: verifier_pb2.CreateCacheRequest
     position: int  # output tokens of the generation so far
+    limit: int  # of output tokens
+    reply: list[int] | None  # tokens still to be emitted, before the end; None: the hash
     finish_reason: int = 0
     streams: int = 0
     # All that this cache has emitted.
@@ -74,19 +93,22 @@ class Cache:
 
     def step(self, result: verifier_pb2.RoundResult) -> int:
         """Emits one token into a result; returns it."""
-        token = next_token(self.tokens, self.request.sampling.seed)
+        if self.reply is None:
+            token = next_token(self.tokens, self.request.sampling.seed)
+        else:
+            token = self.reply.pop(0) if self.reply else END
         self.tokens.append(token)
         self.position += 1
-        if token in self.request.stop_token_ids:
+        if token in (END, *self.request.stop_token_ids):
             self.finish_reason = sampling_pb2.FINISH_REASON_STOP
-        elif self.position >= self.request.max_new_tokens:
+        elif self.position >= self.limit:
             self.finish_reason = sampling_pb2.FINISH_REASON_LENGTH
         for each in (result, self.emitted):
             each.tokens.append(token)
             each.finish_reason = self.finish_reason  # type: ignore[assignment]
             each.committed_length = len(self.tokens) - 1
             if self.request.logprobs or self.request.top_logprobs:
-                each.logprobs.append(-float(token))
+                each.logprobs.append(-float(token) if self.reply is None else 0.0)
             if self.request.top_logprobs:
                 top = [token, *range(self.request.top_logprobs - 1)]
                 each.top_logprobs.add(tokens=top, logprobs=[-float(t) for t in top])
@@ -106,9 +128,20 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
 
     `fault(position)` is called before each response with its tokens emitted, which a fault loses,
     and returns the fault or None.
+
+    Args:
+        reply: Continuation of every prompt: text, token ids, or a function from the prompt's text
+            to that of the continuation; None: the hash.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, reply: Reply | None = None) -> None:
+        if not (reply is None or callable(reply) or isinstance(reply, str)):
+            with invalid_requests():
+                reply = token_ids("reply", reply, "text, token ids or a function")
+        self.reply = reply
+        self.name = "fake"
+        self.tokenizer = byte_tokenizer()
+        self.json = TOKENIZER
         self.waiting: list[asyncio.Event] = []
         self.caches: dict[bytes, Cache] = {}
         self.made = 0
@@ -187,17 +220,18 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         self.models_asked.append(request)
         await self.may_answer.wait()
         self.metadata.append(dict(context.invocation_metadata()))
-        wanted = not request.omit_tokenizer and request.known_tokenizer_digest != DIGEST
+        digest = hashlib.sha256(self.json).hexdigest()
+        wanted = not request.omit_tokenizer and request.known_tokenizer_digest != digest
         return verifier_pb2.GetModelResponse(
-            name="fake",
+            name=self.name,
             protocol_version=self.protocol_version,
             vocab_size=257,
             max_context=self.max_context,
             chat_template=self.chat_template,
             eos_token_ids=[END],
             target_fingerprint=self.fingerprint,
-            tokenizer_digest=DIGEST if self.with_tokenizer else "",
-            tokenizer_gzip=gzip.compress(TOKENIZER) if wanted and self.with_tokenizer else b"",
+            tokenizer_digest=digest if self.with_tokenizer else "",
+            tokenizer_gzip=gzip.compress(self.json) if wanted and self.with_tokenizer else b"",
             max_tree_nodes=64,
             instance_id=self.instance,
             batch_invariant=self.batch_invariant,
@@ -236,7 +270,14 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             )
         self.made += 1
         handle = hashlib.md5(f"{self.instance}{self.made}".encode()).digest()
-        cache = self.caches[handle] = Cache(tokens, request, len(request.output_tokens))
+        room = self.max_context - len(request.prompt_tokens)
+        cache = self.caches[handle] = Cache(
+            tokens,
+            request,
+            position=len(request.output_tokens),
+            limit=min(request.max_new_tokens or room, room),
+            reply=self.replied(request),
+        )
         created = verifier_pb2.CacheCreated(
             handle=handle,
             read_grant=handle[::-1],
@@ -244,6 +285,8 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             prefill_us=1000,
             reused_tokens=7 if request.parent_handle else 0,
         )
+        if request.HasField("prompt_logprobs"):
+            created.prompt_logprobs.extend([0.0] * (len(request.prompt_tokens) - 1))
         cache.step(created.first)
         try:
             yield verifier_pb2.CreateCacheResponse(created=created)
@@ -253,6 +296,16 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             self.caches.pop(handle, None)
             self.notify()
             raise
+
+    def replied(self, request: verifier_pb2.CreateCacheRequest) -> list[int] | None:
+        """The tokens of the reply that come after the output so far."""
+        reply = self.reply
+        if callable(reply):
+            reply = reply(self.tokenizer.decode(list(request.prompt_tokens)))
+        if reply is None:
+            return None
+        tokens = self.tokenizer.encode(reply).ids if isinstance(reply, str) else list(reply)
+        return tokens[len(request.output_tokens) :]
 
     async def Generate(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         self.called("Generate", context)

@@ -8,11 +8,10 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from fakes.transport import MockStream, MockTransport
+from fakes.transport import MockTransport
 
 from paceline.client import Client, RetryOptions
 from paceline.gateway import GatewayOptions, run_gateway
-from paceline.v1 import verifier_pb2
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 3
 TEMPLATE = (
@@ -22,27 +21,13 @@ TEMPLATE = (
 SECONDS = 0.002  # time for each token
 
 
-class SlowTransport(MockTransport):
-    """Emits one token at a time."""
-
-    def generate(self) -> _SlowStream:
-        return _SlowStream(self.caches)
-
-
-class _SlowStream(MockStream):
-    async def read(self) -> verifier_pb2.GenerateResponse:
-        await asyncio.sleep(SECONDS)
-        kept, self.credits = self.credits, min(1, self.credits)
-        response = await super().read()
-        self.credits += max(0, kept - 1)
-        return response
-
-
 async def _main() -> None:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_reader(0, stop.set)
     options = GatewayOptions(address="127.0.0.1:0", chat_template=TEMPLATE, access_log=False)
-    transport, retry = SlowTransport(TEXT), RetryOptions(budget=0)
+    transport = MockTransport(TEXT)
+    transport.merged, transport.step_seconds = 1, SECONDS
+    retry = RetryOptions(budget=0)
     async with Client(transport=transport, cache_dir=None, retry=retry) as client:
         await run_gateway(
             client, options, on_ready=lambda address: print(address, flush=True), stop_event=stop

@@ -26,6 +26,7 @@ class SeveralRounds(MockTransport):
         self, reply: str, messages: int | None = None, error: Exception | None = None
     ) -> None:
         super().__init__(reply)
+        self.merged = 1
         self.messages = messages
         self.error = error or ServerError("the mock fails")
 
@@ -35,26 +36,22 @@ class SeveralRounds(MockTransport):
 
 class _Stream(MockStream):
     def __init__(self, transport: SeveralRounds) -> None:
-        super().__init__(transport.caches)
+        super().__init__(transport)
         self.left = transport.messages
         self.error = transport.error
 
-    async def read(self) -> verifier_pb2.GenerateResponse:
+    async def read(self) -> verifier_pb2.GenerateResponse | None:
         if self.left == 0:
             raise self.error
         if self.left is not None:
             self.left -= 1
-        credits, rounds = 0, list[verifier_pb2.Round]()
-        while len(rounds) < ROUNDS and not (rounds and rounds[-1].result.finish_reason):
-            if not self.credits:
-                if rounds:
-                    break
-                return await super().read()
-            credits, self.credits = self.credits - 1, 1
-            (found,) = (await super().read()).rounds
-            rounds.append(found)
-            self.credits = credits
-        return verifier_pb2.GenerateResponse(rounds=rounds)
+        response = await super().read()
+        while response is not None and len(response.rounds) < ROUNDS and self.credits:
+            if response.rounds[-1].result.finish_reason:
+                break
+            more = await super().read()
+            response.rounds.extend(more.rounds if more is not None else ())
+        return response
 
 
 async def test_rounds_of_a_message_are_one_event(serve: Serve) -> None:
