@@ -279,8 +279,7 @@ async def test_the_end_of_the_socket_is_the_end_of_the_connection() -> None:
         await service.open([1])
         assert service.peer.socket is not None
         service.peer.socket.close()
-        text = await (await service.verifier.peer(2)).open(TEXT)
-        assert list((await text.round()).tree.tokens)[:2] == [8, 9]
+        await serves_again(service)
 
 
 @pytest.mark.parametrize("carrier", CARRIERS)
@@ -315,8 +314,7 @@ async def test_a_verifier_that_breaks_the_protocol_is_disconnected(
     async with drafting("ngram", carrier=carrier) as service:
         await service.peer.send(exchange_pb2.JoinResponse(**message))
         await service.peer.ended.wait()
-        text = await (await service.verifier.peer(2)).open(TEXT)
-        assert list((await text.round()).tree.tokens)[:2] == [8, 9]
+        await serves_again(service)
 
 
 @pytest.mark.parametrize(
@@ -330,8 +328,13 @@ async def test_a_frame_that_is_no_message_ends_the_connection(
     async with drafting("ngram") as service:
         await service.peer.send_frame(frame, length)
         await service.peer.ended.wait()
-        text = await (await service.verifier.peer(2)).open([7, 8, 9, 7])
-        assert list((await text.round()).tree.tokens)[:2] == [8, 9], "the next one serves"
+        await serves_again(service)
+
+
+async def serves_again(service: Drafting) -> None:
+    """The next connection is made, and drafted for."""
+    text = await (await service.verifier.peer(2)).open(TEXT)
+    assert list((await text.round()).tree.tokens)[:2] == [8, 9]
 
 
 numbers = st.integers(0, 5)
@@ -374,8 +377,7 @@ def test_no_message_harms_the_service(carrier: str, sent: list[exchange_pb2.Join
             for message in sent:
                 await peer.send(message)
             peer.leave.set()
-            text = await (await service.verifier.peer(2)).open(TEXT)
-            assert list((await text.round()).tree.tokens)[:2] == [8, 9]
+            await serves_again(service)
             listed = await service.registry.ListDrafters(drafter_pb2.ListDraftersRequest())
             assert listed.drafters[0].active_streams == 1
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+from functools import partial
 from typing import Any
 
 import drafters
@@ -63,23 +64,16 @@ async def test_one_message_a_step(socket: bool, client: Client) -> None:
         assert joined.sequences == 0
 
 
-async def test_an_isolated_text_has_no_owner(client: Client) -> None:
+async def test_each_user_is_an_owner_of_texts(client: Client) -> None:
+    """And an isolated text has none."""
     async with client.new_drafter_service() as service:
         name = await service.add(lambda *_: TokenTree.chain([1, 2, 3]))
-        created = await client.create(PROMPT, **FIELDS)
-        await client.responses(created.handle, drafter=name, isolated=True)
-        assert [opened.owner for opened in service.opened] == [""]
-
-
-async def test_the_texts_of_each_user_have_an_owner_of_their_own(client: Client) -> None:
-    async with client.new_drafter_service() as service:
-        name = await service.add(lambda *_: TokenTree.chain([1, 2, 3]))
-        for user in ("anna", "bob", "", "anna"):
+        for user, isolated in (("anna", 0), ("bob", 0), ("", 0), ("anna", 0), ("anna", 1)):
             created = await client.create(PROMPT, user=user, **FIELDS)
-            await client.responses(created.handle, drafter=name)
-        anna, bob, nobody, again = (opened.owner for opened in service.opened)
-        assert len({anna, bob, nobody}) == 3
-        assert (again, "anna" in anna) == (anna, False)
+            await client.responses(created.handle, drafter=name, isolated=bool(isolated))
+        anna, bob, nobody, again, alone = (opened.owner for opened in service.opened)
+        assert len({anna, bob, nobody, ""}) == 4
+        assert (again, "anna" in anna, alone) == (anna, False, "")
 
 
 @CARRIERS
@@ -243,6 +237,13 @@ async def test_hidden_states_and_scores_of_all_versions_are_kept(client: Client)
 # Late, refused and wrong trees
 
 
+async def step_of(call: Any, responses: list[Any]) -> Any:
+    """The round of one more step, which is added to those before."""
+    await call.write(verifier_pb2.GenerateRequest(credits=1))
+    responses.append(await call.read())
+    return responses[-1]
+
+
 @CARRIERS
 async def test_a_late_tree_is_ignored_and_the_next_is_used(socket: bool, client: Client) -> None:
     plain = await client.generate(PROMPT, None, **FIELDS)
@@ -251,12 +252,7 @@ async def test_a_late_tree_is_ignored_and_the_next_is_used(socket: bool, client:
         created = await client.create(PROMPT, **FIELDS)
         call = await client.begin(created.handle, drafter=name, draft_timeout_ms=50)
         responses: list[Any] = []
-
-        async def step() -> Any:
-            await call.write(verifier_pb2.GenerateRequest(credits=1))
-            responses.append(await call.read())
-            return responses[-1]
-
+        step = partial(step_of, call, responses)
         while not (await step()).tree.tokens:
             assert len(responses) < 20, "it drafts in time in the end"
         service.paused = []
@@ -301,12 +297,7 @@ async def test_a_generation_goes_on_while_its_drafter_opens_it(
         created = await client.create(PROMPT, **FIELDS)
         call = await client.begin(created.handle, drafter=name, always_draft=False)
         responses: list[Any] = []
-
-        async def step() -> Any:
-            await call.write(verifier_pb2.GenerateRequest(credits=1))
-            responses.append(await call.read())
-            return responses[-1]
-
+        step = partial(step_of, call, responses)
         service.silent = True
         for _ in range(4):
             assert (await step()).no_draft == verifier_pb2.NO_DRAFT_REASON_NOT_READY

@@ -168,6 +168,21 @@ async def test_graphs_with_hidden_states_are_captured_when_a_drafter_joins(
 
 # Connections that break the protocol
 
+
+async def begin(client: Client, **fields: Any) -> tuple[Any, exchange_pb2.Joined]:
+    """A Join call that has announced a list of drafters, and what the verifier answered."""
+    call = exchange_pb2_grpc.DraftExchangeServiceStub(client.channel).Join()
+    await call.write(exchange_pb2.JoinRequest(drafters=exchange_pb2.DrafterList(**fields)))
+    return call, (await call.read()).joined
+
+
+async def socket_path(client: Client) -> str:
+    """Of the verifier, as Linux names it."""
+    call, joined = await begin(client)
+    call.cancel()
+    return str(joined.socket_path.replace("@", "\0", 1))
+
+
 LONG = "x" * 257
 LISTS: list[dict[str, Any]] = [
     {"drafters": [drafter_pb2.DrafterInfo(name="test")] * 257},
@@ -180,14 +195,13 @@ LISTS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("fields", LISTS)
 async def test_lists_that_are_too_long(fields: dict[str, Any], client: Client) -> None:
-    listed = exchange_pb2.JoinRequest(drafters=exchange_pb2.DrafterList(**fields))
-    call = exchange_pb2_grpc.DraftExchangeServiceStub(client.channel).Join()
-    await call.write(listed)
-    error = await failure(call)
-    assert (error.code(), reason_of(error)) == (INVALID, "BAD_DRAFTERS")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await begin(client, **fields)
+    assert (caught.value.code(), reason_of(caught.value)) == (INVALID, "BAD_DRAFTERS")
     service = client.drafter_service
     await service.join()
-    await service.call.write(listed)
+    listed = exchange_pb2.DrafterList(**fields)
+    await service.call.write(exchange_pb2.JoinRequest(drafters=listed))
     assert await service.error() == (INVALID, "BAD_DRAFTERS")
 
 
@@ -196,9 +210,7 @@ async def test_a_service_has_to_introduce_itself(client: Client) -> None:
     call = stub.Join()
     await call.write(exchange_pb2.JoinRequest(use_stream=True))
     assert reason_of(await failure(call)) == "NOT_JOINED"
-    call = stub.Join()
-    await call.write(exchange_pb2.JoinRequest(drafters=exchange_pb2.DrafterList()))
-    await call.read()
+    call, _ = await begin(client)
     await call.write(exchange_pb2.JoinRequest())
     assert reason_of(await failure(call)) == "NOT_READY"
     call = stub.Join()
@@ -208,29 +220,23 @@ async def test_a_service_has_to_introduce_itself(client: Client) -> None:
 
 
 async def test_lists_are_answered_when_they_are_in_use(client: Client) -> None:
-    call = exchange_pb2_grpc.DraftExchangeServiceStub(client.channel).Join()
     infos = [client.drafter_service.info("0", name=name) for name in ("a", "b", "c")]
-    for number, info in enumerate(infos):
-        drafters = exchange_pb2.DrafterList(drafters=[info])
-        await call.write(exchange_pb2.JoinRequest(drafters=drafters))
-        if not number:
-            await call.read()
-            await call.write(exchange_pb2.JoinRequest(use_stream=True))
-        assert await call.read() == exchange_pb2.JoinResponse(lists=number + 1)
+    call, _ = await begin(client, drafters=infos[:1])
+    await call.write(exchange_pb2.JoinRequest(use_stream=True))
+    for number, info in enumerate(infos, 1):
+        assert await call.read() == exchange_pb2.JoinResponse(lists=number)
         (service,) = client.service.joined()
         assert list(service.drafters) == [info]
+        listed = exchange_pb2.DrafterList(drafters=infos[number : number + 1])
+        await call.write(exchange_pb2.JoinRequest(drafters=listed))
     call.cancel()
     await until(lambda: not client.service.joined())
 
 
 async def test_a_socket_without_the_token_is_closed(client: Client) -> None:
     """And the service may use its stream then."""
-    stub = exchange_pb2_grpc.DraftExchangeServiceStub(client.channel)
-    call = stub.Join()
-    await call.write(exchange_pb2.JoinRequest(drafters=exchange_pb2.DrafterList()))
-    joined = (await call.read()).joined
-    path = joined.socket_path.replace("@", "\0", 1)
-    right = joined.socket_token
+    call, joined = await begin(client)
+    path, right = joined.socket_path.replace("@", "\0", 1), joined.socket_token
     for frame in (b"\x10\0\0\0" + bytes(16), b"\xff" * 20, b"\x10\0\0\0" + right[:8], b""):
         reader, writer = await asyncio.open_unix_connection(path)
         writer.write(frame)
@@ -317,16 +323,6 @@ async def test_a_name_is_not_taken_from_a_known_service(
     servicer._links[0].known = False
     servicer._check_names(exchange_pb2.DrafterList(drafters=service.infos[:1]), known=True)
     assert (await service.error())[1] == "NAME_TAKEN", "a known one takes it over"
-
-
-async def socket_path(client: Client) -> str:
-    """Of the verifier, as Linux names it."""
-    call = exchange_pb2_grpc.DraftExchangeServiceStub(client.channel).Join()
-    await call.write(exchange_pb2.JoinRequest(drafters=exchange_pb2.DrafterList()))
-    joined = (await call.read()).joined
-    call.cancel()
-    path: str = joined.socket_path.replace("@", "\0", 1)
-    return path
 
 
 async def test_a_socket_with_a_path(model: Path, tmp_path: Path) -> None:
