@@ -15,7 +15,7 @@ import pytest
 from fakes.transport import MockTransport
 from gateway.conftest import serve_gateway
 
-from paceline.harness import ServiceProcess
+from paceline.harness import ServiceProcess, local_services
 from paceline.v1 import verifier_pb2
 
 if TYPE_CHECKING:
@@ -37,8 +37,10 @@ class Services:
 def services() -> Iterator[Services]:
     environment = {"PACELINE_API_KEY": "secret"}
     with (
-        ServiceProcess("verifier", ["--target", str(TARGET), "--schedule", "off"]) as verifier,
-        ServiceProcess("drafter", ["--load=ngram", f"--verifier={verifier.address}"]),
+        local_services(["--target", str(TARGET), "--schedule", "off"], ["--load=ngram"]) as (
+            verifier,
+            _,
+        ),
         ServiceProcess(
             "gateway", [f"--verifier-address={verifier.address}"], environment=environment
         ) as gateway,

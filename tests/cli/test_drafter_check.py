@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.main import main
-from paceline.harness import ServiceProcess
+from paceline.harness import local_services
 
 HELPERS = Path(__file__).parents[1] / "drafter"
 
@@ -19,14 +19,8 @@ HELPERS = Path(__file__).parents[1] / "drafter"
 def services(target: Path) -> Iterator[tuple[str, str]]:
     """Addresses of a verifier, and of a drafter with methods that read KV, or fail."""
     paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(HELPERS)]))
-    with (
-        ServiceProcess("verifier", ["--target", str(target)]) as verifier,
-        ServiceProcess(
-            "drafter",
-            ["--load", "main=ngram", "--verifier", verifier.address],
-            environment={"PYTHONPATH": paths},
-        ) as drafter,
-    ):
+    arguments = [f"--target={target}"], ["--load=main=ngram"]
+    with local_services(*arguments, {"PYTHONPATH": paths}) as (verifier, drafter):
         yield verifier.address, drafter.address
 
 

@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel, Field
 from tiny_models import write_ending_model
 
-from paceline.harness import ServiceProcess
+from paceline.harness import ServiceProcess, local_services
 
 MODEL = "ending"
 TEMPLATE = (
@@ -48,8 +48,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     (folder / "template").write_text(TEMPLATE)
     target = ["--target", str(folder / MODEL), "--weights", "float32"]
     with (
-        ServiceProcess("verifier", target) as verifier,
-        ServiceProcess("drafter", ["--load=ngram", f"--verifier={verifier.address}"]),
+        local_services(target, ["--load=ngram"]) as (verifier, _),
         ServiceProcess(
             "gateway",
             [

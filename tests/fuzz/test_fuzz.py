@@ -24,7 +24,7 @@ from tiny_models import write_model, write_tokenizer
 from paceline.bench.services import kv_segments
 from paceline.client import Client
 from paceline.client._errors import from_rpc_error
-from paceline.harness import ServiceProcess
+from paceline.harness import local_services
 from paceline.v1 import (
     drafter_pb2,
     exchange_pb2,
@@ -108,14 +108,8 @@ async def test_random_requests_do_no_harm(tmp_path: Path) -> None:
     target, prompt = str(tmp_path / "target"), make_prompts(1)[0]
     arguments = ["--target", target, "--weights", "float32", "--kv-bytes", "64MiB"]
     arguments += ["--no-prefix-caching", "--lease-seconds", "3"]
-    drafting = ["--load", "ngram", "--load", f"lm=lm:{tmp_path}/small"]
-    with (
-        ServiceProcess("verifier", arguments) as verifier,
-        ServiceProcess(
-            "drafter",
-            [*map(str, drafting), "--max-context=4096", "--verifier", verifier.address],
-        ) as drafter,
-    ):
+    drafting = ["--load=ngram", f"--load=lm=lm:{tmp_path}/small", "--max-context=4096"]
+    with local_services(arguments, drafting) as (verifier, drafter):
         ends: Counter[str] = Counter()
         processes = {"verifier": verifier, "drafter": drafter}
         async with (

@@ -9,7 +9,7 @@ from pathlib import Path
 from system_support import EAGER, THREADS, generate_all, ids_of, make_prompts, reference
 
 from paceline.client import Client
-from paceline.harness import ServiceProcess
+from paceline.harness import local_services
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "kv"))
 
@@ -30,12 +30,7 @@ async def test_a_policy_of_another_package(models: dict[str, Path], tmp_path: Pa
     served = [f"--target={target}", "--weights=float32", "--schedule=off"]
     prompts = [prompt * 3 for prompt in make_prompts(2, seed=2)]
     expected = reference(target, prompts, TOKENS)
-    with (
-        ServiceProcess("verifier", served, environment=environment) as verifier,
-        ServiceProcess(
-            "drafter", [*loads, f"--verifier={verifier.address}"], environment=environment
-        ),
-    ):
+    with local_services(served, loads, environment) as (verifier, _):
         async with Client(verifier.address, drafting=EAGER) as client:
             for kv in ("map", "follow"):
                 (tmp_path / "pid").unlink(missing_ok=True)

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from system_support import EAGER, generate_all, make_prompts
 
 from paceline.client import Client, GenerationResult
-from paceline.harness import ServiceProcess
+from paceline.harness import local_services
 from paceline.v1 import drafter_pb2, drafter_pb2_grpc
 
 TOKENS = 48
@@ -69,12 +69,8 @@ async def test_numbers_equal_the_clients(models: dict[str, Path]) -> None:
     # The target drafts for itself, so that much is accepted, at every depth.
     load = ["--load", f"lm=lm:{models['llama']}", "--load", "ngram=ngram"]
     load.append(f"--load=selfspec=selfspec:{models['llama']},kv=follow,context=24")
-    async with (
-        ServiceProcess("verifier", [*target, *verifier.arguments]) as served,
-        ServiceProcess(
-            "drafter", [*load, *drafter.arguments, f"--verifier={served.address}"]
-        ) as drafting,
-    ):
+    arguments = [*target, *verifier.arguments], [*load, *drafter.arguments]
+    with local_services(*arguments) as (served, drafting):
         async with Client(served.address, drafting=EAGER) as client:
             prompts = make_prompts(6)
             results = [

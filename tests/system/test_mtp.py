@@ -8,7 +8,7 @@ from drafter.mtp_heads import write_target
 from system_support import EAGER, THREADS, generate_all, ids_of, make_prompts
 
 from paceline.client import Client
-from paceline.harness import ServiceProcess
+from paceline.harness import local_services
 
 TOKENS = 24
 SAMPLED = {"temperature": 0.7, "top_p": 0.9}
@@ -20,14 +20,7 @@ async def test_tokens_are_those_of_no_drafter(name: str, tmp_path: Path) -> None
     target = write_target(tmp_path / "target", name)
     prompts = [[token % VOCAB for token in prompt] for prompt in make_prompts(6, seed=4)]
     arguments = ["--target", str(target), "--weights", "float32", "--schedule", "off"]
-    with (
-        ServiceProcess("verifier", arguments, environment=THREADS) as served,
-        ServiceProcess(
-            "drafter",
-            [f"--load=mtp,target={target}", f"--verifier={served.address}"],
-            environment=THREADS,
-        ),
-    ):
+    with local_services(arguments, [f"--load=mtp,target={target}"], THREADS) as (served, _):
         async with Client(served.address, drafting=EAGER) as client:
             for options in ({}, SAMPLED):
                 texts = [

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -15,27 +15,22 @@ import pytest
 from collector import Collector, Received, collecting
 from openai import AsyncOpenAI
 
-from paceline.harness import ServiceProcess
+from paceline.harness import ServiceProcess, local_services
 from paceline.telemetry.names import Attribute
 
 PROMPT = "round and round and round and round"
 TOKENS = 40
 
 
-@contextmanager
 def services(
     models: dict[str, Path], environment: dict[str, str]
-) -> Iterator[tuple[ServiceProcess, ServiceProcess]]:
+) -> AbstractContextManager[tuple[ServiceProcess, ServiceProcess]]:
     """A verifier, and a drafter with the target as draft model and a method that reads KV."""
     methods = str(Path(__file__).parent.parent / "drafter")
     paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), methods]))
     target = ["--target", str(models["llama"]), "--weights", "float32", "--schedule", "off"]
     load = ["--load", f"lm=lm:{models['llama']}", "--load=kv-reader"]
-    with ServiceProcess("verifier", target, environment=environment) as verifier:
-        load.append(f"--verifier={verifier.address}")
-        own = {**environment, "PYTHONPATH": paths}
-        with ServiceProcess("drafter", load, environment=own) as drafter:
-            yield verifier, drafter
+    return local_services(target, load, {**environment, "PYTHONPATH": paths})
 
 
 @pytest.fixture(scope="module")

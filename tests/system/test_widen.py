@@ -1,6 +1,7 @@
 """`paceline bench widen`: wider models give the same tokens and drafts."""
 
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from paceline.cli.main import main
 from paceline.client import Client
-from paceline.harness import ServiceProcess
+from paceline.harness import local_services
 from paceline.train.blocks import store_blocks
 
 TOKENS = 24
@@ -53,13 +54,9 @@ async def outputs(folders: dict[str, Path]) -> dict[str, list[tuple[object, ...]
         ),
     ]
     found: dict[str, list[tuple[object, ...]]] = {}
-    async with (
-        ServiceProcess("verifier", arguments, environment=THREADS) as verifier,
-        ServiceProcess("drafter", [*loads, f"--verifier={verifier.address}"], environment=THREADS),
-        Client(verifier.address, drafting=EAGER) as client,
-    ):
-        for name in folders.keys() - {"target"}:
-            for prompt in make_prompts(2, seed=4):
+    with local_services(arguments, loads, THREADS) as (verifier, _):
+        async with Client(verifier.address, drafting=EAGER) as client:
+            for name, prompt in product(folders.keys() - {"target"}, make_prompts(2, seed=4)):
                 text = client.generate(prompt, max_new_tokens=TOKENS, drafter=name, ignore_eos=True)
                 trees = [(each.tree.tokens, each.tree.parents) async for each in text if each.tree]
                 found.setdefault(name, []).append(((await text).token_ids, trees))

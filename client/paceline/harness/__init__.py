@@ -303,15 +303,16 @@ def _run_forked(main: Callable[[Sequence[str]], int], words: Sequence[str]) -> N
 
 @contextmanager
 def local_services(
-    verifier: Sequence[str], drafter: Sequence[str]
+    verifier: Sequence[str], drafter: Sequence[str], environment: Mapping[str, str] | None = None
 ) -> Iterator[tuple[ServiceProcess, ServiceProcess]]:
     """A verifier, and a drafter that has joined it, with these arguments, started side by side.
 
     Both stop at the end of the block. Raises ProcessFailed if one of them is not ready in time.
     """
     address = with_port("127.0.0.1:0")
-    first = ServiceProcess("verifier", verifier, address=address)
-    processes = first, ServiceProcess("drafter", [*drafter, f"--verifier={address}"])
+    first = ServiceProcess("verifier", verifier, address=address, environment=environment)
+    joining = [*drafter, f"--verifier={address}"]
+    processes = first, ServiceProcess("drafter", joining, environment=environment)
     try:
         for process in processes:
             process.spawn()

@@ -92,14 +92,9 @@ def pair(
         "dspark": f"dspark:{DEMO / 'dspark'},target={target}",
         "selfspec": f"selfspec:{target},kv={kv}",
     }
+    target_arguments = ["--target", str(target), "--weights", "float32", "--kv-bytes", "256MiB"]
     with (
-        ServiceProcess(
-            "verifier",
-            [
-                *("--target", str(target), "--weights", "float32"),
-                *("--device", verifier_device, "--kv-bytes", "256MiB"),
-            ],
-        ) as verifier,
+        ServiceProcess("verifier", [*target_arguments, "--device", verifier_device]) as verifier,
         ServiceProcess(
             "drafter",
             [
