@@ -44,9 +44,7 @@ _CHECK_TOKENS = 32  # new tokens of each prompt of a check
 
 _CHECK_TIMEOUT = 30.0  # maximum wait for a tree in a check, in seconds; speed is not judged
 
-Call = Callable[[str, Message], Awaitable[Any]]
-"""Calls the registry's RPC of this name with a request; its response."""
-
+Call = Callable[[str, Message], Awaitable[Any]]  # the registry's RPC of a name, with a request
 _WIDTH = 1000  # columns of a wide table: a long line is easier to read than columns cut short
 
 
@@ -210,7 +208,7 @@ def _add(
         type=float,
         default=300.0,
         metavar="S",
-        help="longest wait for an answer (default: %(default)s)",
+        help="maximum wait for an answer (default: %(default)s)",
     )
     add_connection_arguments(parser)
     if prints:

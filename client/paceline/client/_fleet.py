@@ -29,11 +29,9 @@ PATIENCE = 1.0
 # A verifier with the prefix of a text is preferred while it runs at most this many generations
 # more than twice those of the least busy one.
 _HEADROOM = 4
-CHUNK = 64
-"""Size of the chunks in which texts are compared. Unit: tokens."""
+CHUNK = 64  # tokens of the chunks in which texts are compared
 _MAX_CHUNKS = 1 << 16
-LOCAL = "local"
-"""The drafter that is a verifier's own guesses, without a drafter service."""
+LOCAL = "local"  # the drafter that is a verifier's own guesses, without a drafter service
 
 
 class Attempts:
@@ -99,16 +97,11 @@ class Verifier:
 
     def __init__(self, transport: Transport, retry: RetryOptions) -> None:
         self.transport = transport
-        """Its calls."""
         self.address = transport.address
-        self.facts: verifier_pb2.GetModelResponse | None = None
-        """Its latest `GetModelResponse`; None before the first."""
-        self.running = 0
-        """Number of generations of this client with a cache there."""
-        self.error: PacelineError | None = None
-        """The failure since the latest answer; None: there is none."""
-        self.refused = ""
-        """Why its target is not the client's; empty: it is."""
+        self.facts: verifier_pb2.GetModelResponse | None = None  # its latest answer
+        self.running = 0  # generations of this client with a cache there
+        self.error: PacelineError | None = None  # the failure since the latest answer
+        self.refused = ""  # why its target is not the client's; empty if it is
         self._retry = retry
         self._failures = 0
         self._retry_at = 0.0
@@ -146,7 +139,7 @@ class Verifier:
 
     @property
     def numerics(self) -> tuple[str, ...] | None:
-        """What the bits of logits depend on, besides the text; None: it does not promise them."""
+        """What the bits of logits depend on, besides the text; None if it does not promise them."""
         facts = self.facts
         if facts is None or not facts.numerics:
             return None
@@ -184,7 +177,6 @@ class Verifier:
         )
 
     def status(self) -> VerifierStatus:
-        """Its state now."""
         state: Literal["serving", "unavailable", "refused"] = "unavailable"
         if self.usable:
             state = "refused" if self.refused else "serving"
@@ -206,8 +198,8 @@ class Verifier:
     def failed(self, error: PacelineError) -> None:
         """Records a failure: it gets no new generation until it answers again."""
         self.error = error
-        longest = min(self._retry.first_delay * 2**self._failures, self._retry.longest_delay)
-        self._retry_at = monotonic() + longest * random.uniform(0.5, 1.0)
+        max_delay = min(self._retry.first_delay * 2**self._failures, self._retry.longest_delay)
+        self._retry_at = monotonic() + max_delay * random.uniform(0.5, 1.0)
         self._failures = min(self._failures + 1, 16)
 
     def lost_cache(self) -> None:
@@ -335,8 +327,7 @@ class Fleet:
         self._logged: set[str] = set()
         self._failures_of_drafting: set[str] = set()
         self._known_drafters: set[str] = set()
-        self.caches: dict[bytes, Verifier] = {}
-        """The verifier of each cache in use or kept, by handle."""
+        self.caches: dict[bytes, Verifier] = {}  # by handle, of each cache in use or kept
 
     @property
     def serving(self) -> list[Verifier]:
@@ -344,7 +335,7 @@ class Fleet:
         return [each for each in self.verifiers.members if each.usable and not each.refused]
 
     async def model(self) -> Model:
-        """The served model. Raises UnavailableError: no verifier could be used until the retry
+        """The served model. Raises UnavailableError if no verifier could be used until the retry
         budget was spent."""
         return await retry_unavailable(self._current_model, Attempts(self.retry))
 
@@ -517,7 +508,6 @@ class Fleet:
             )
 
     def _log_once(self, level: int, message: str) -> None:
-        """Logs a message once."""
         if message not in self._logged:
             self._logged.add(message)
             logger.log(level, message)

@@ -100,8 +100,7 @@ class Pool:
         self._members: dict[str, Verifier] = {}
         self._left: list[Verifier] = []
         self._resolving: asyncio.Task[None] | None = None
-        self.failures: dict[str, PacelineError] = {}
-        """DNS names that could not be resolved, and why."""
+        self.failures: dict[str, PacelineError] = {}  # DNS names that could not be resolved
         self.set(entries)
 
     @property
@@ -186,8 +185,7 @@ class Connections:
     the verifier with its caches. Raises InvalidRequestError if a TLS file cannot be read.
     """
 
-    pid: ClassVar[int | None] = None
-    """The process that made the first channel: gRPC works in no fork of it. None: there is none."""
+    pid: ClassVar[int | None] = None  # of the first channel: gRPC works in no fork of the process
 
     def __init__(
         self,

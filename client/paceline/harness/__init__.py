@@ -45,18 +45,12 @@ Kind = Literal["verifier", "drafter", "gateway"]
 _POLL_SECONDS = 0.01
 _LOG_TAIL_BYTES = 8192
 _CALL_SECONDS = 5.0
-JOIN_SECONDS = 60.0
-"""Longest time from the start of a verifier and a drafter until the drafter has joined."""
-
-PHASE = ".phase"
-"""Suffix of the file beside the ready file in which a starting service says what it does."""
-
+JOIN_SECONDS = 60.0  # maximum wait from the start of both services until the drafter has joined
+PHASE = ".phase"  # suffix, beside the ready file, of what a starting service says it does
+# Of a channel to a service of this machine: gRPC else sends its calls to the environment's proxy.
 NO_PROXY = (("grpc.enable_http_proxy", 0),)
-"""Options of a channel to a service of this machine: gRPC else sends its calls to the proxy that
-the environment names."""
-
+# Keys of the prompt in common data sets: HumanEval, MBPP, MT-bench and GSM8K among them.
 _PROMPT_FIELDS = ("prompt", "text", "turns", "question")
-"""Keys of the prompt in common data sets: HumanEval, MBPP, MT-bench and GSM8K among them."""
 
 PROMPT_FILE = (
     "JSON lines, each a text, a list of token ids, or an object with one as "
@@ -83,7 +77,7 @@ class ServiceProcess:
         environment: Variables that override those of this process.
         wrapper: Command that execs the service, such as `unshare` with its arguments.
         show_log: Write the log to this process's stderr instead of a file.
-        ready_seconds: Longest time until the service is ready. Unit: seconds.
+        ready_seconds: Maximum seconds until the service is ready.
         main: Runs the command line with these words in a fork of this process, which shares the
             memory of what is imported here and starts sooner. For the first start, while this
             process has one thread; a restart starts a new interpreter. None: so does the first.

@@ -47,21 +47,18 @@ def is_local(address: str) -> bool:
 
 
 def certified_name(address: str) -> str:
-    """The name that a certificate must have which a Unix socket shows, since gRPC would expect the
-    socket's path; empty for other addresses, which have a host's name."""
+    """The name in the certificate on a Unix socket, where gRPC expects the path; else empty."""
     return "localhost" if address.startswith(_UNIX) else ""
 
 
 def check_encrypted(address: str, token: str | None, *, tls: bool) -> None:
-    """Raises ``TokenError`` if a token would travel to an address of another machine without
-    TLS."""
+    """Raises ``TokenError`` if a token would travel to another machine without TLS."""
     if token and not tls and not is_local(address):
         raise TokenError(f"a token would travel to {address} unencrypted: use TLS for it")
 
 
 def local_token(address: str) -> str | None:
-    """The token that a service of this user has made for an address of this machine; None: there
-    is none. A file that others could have written is not read."""
+    """The token that a service of this user has made for an address of this machine, if any."""
     return _read(address, "token").strip() or None
 
 
@@ -108,8 +105,7 @@ def note_services(services: Iterable[str], unused: str) -> Iterator[Callable[[],
 @contextmanager
 def own_token(addresses: Iterable[str]) -> Iterator[Path]:
     """Make a token for services that will listen at addresses of this machine; yields its file,
-    which is removed after the body. Raises ``TokenError``: the folder of tokens cannot be made, or
-    is not this user's."""
+    which is removed after the body. Raises ``TokenError`` if no folder can be trusted with it."""
     folder = _make_folder()
     token = secrets.token_hex(32)
     files = [folder / _name(address, "token") for address in addresses]

@@ -44,8 +44,7 @@ class _Verifier:
         self.error = "not joined yet"
         self.tried = asyncio.Event()  # set once the first attempt has ended, or has joined it
         self._announced = 0
-        self._listed = asyncio.Event()
-        """Cleared while the verifier has to answer a list of drafters."""
+        self._listed = asyncio.Event()  # cleared while it has to answer a list of drafters
         self._parts = parts
         self._delay = FIRST_DELAY
         self._outgoing: asyncio.Queue[exchange_pb2.JoinRequest] = asyncio.Queue()
@@ -81,15 +80,15 @@ class _Verifier:
 
     def _drafters(self) -> exchange_pb2.JoinRequest:
         """The list of drafters; an empty one while the service drains."""
-        found = exchange_pb2.DrafterList()
+        drafters = exchange_pb2.DrafterList()
         if not self._parts.draining:
-            found.default_drafter = self._parts.registry.default_name
+            drafters.default_drafter = self._parts.registry.default_name
             for version in self._parts.registry.versions():
                 info = version.info()
                 info.ClearField("folder")
                 info.ClearField("options")  # some are folders too
-                found.drafters.append(info)
-        return exchange_pb2.JoinRequest(drafters=found)
+                drafters.drafters.append(info)
+        return exchange_pb2.JoinRequest(drafters=drafters)
 
     async def _run(self) -> None:
         while True:
@@ -97,9 +96,7 @@ class _Verifier:
                 await self._join()
             except grpc.aio.AioRpcError as error:
                 why = f"{error.code().name}: {error.details()}"
-            except _Ended as error:
-                why = str(error)
-            except TokenError as error:
+            except (_Ended, TokenError) as error:
                 why = str(error)
             except TimeoutError:
                 why = f"it did not answer within {JOIN_SECONDS:g} s"
@@ -218,15 +215,8 @@ class Exchange:
     """All verifiers of a drafter service. Use it on one event loop, :meth:`links` on any thread."""
 
     def __init__(self, verifiers: Sequence[str], parts: ServiceParts) -> None:
-        """Keep the list; :meth:`start` joins them.
-
-        Args:
-            verifiers: Addresses: ``unix:/path`` or ``host:port``.
-            parts: Of the service.
-
-        Raises:
-            OptionsError: An address is malformed, or a token would travel to it unencrypted.
-        """
+        """Keep the addresses, ``unix:/path`` or ``host:port``; :meth:`start` joins them. Raises
+        ``OptionsError`` if one is malformed, or a token would travel to it unencrypted."""
         for address in verifiers:
             if not _ADDRESS.fullmatch(address):
                 raise OptionsError(
