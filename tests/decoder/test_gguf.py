@@ -31,8 +31,9 @@ from paceline.convert import (
 from paceline.convert.gguf_file import GgufFile, GgufTensor, converts, decode
 from paceline.convert.weights import Weight, plain
 from paceline.decoder import Decoder, LocalCache, UnsupportedModelError
-from paceline.kernels.linear import PackedMatrix
+from paceline.kernels.linear import PackedMatrix, pack_rotated
 from paceline.kernels.quantised import QuantisedMatrix, quantise
+from paceline.kernels.rotated import DOWN_SIZE, RotatedMatrix
 
 NAMES = (
     "llama", "llama-tied", "llama-bias", "llama-linear", "llama3", "mistral-full", "qwen2", "qwen3",
@@ -148,27 +149,31 @@ def test_quantising_at_load(
 
 
 @pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_1])
-def test_blocks_of_a_file_stay_blocks(models: dict[str, Path], tmp_path: Path, kind: Kind) -> None:
-    """A matrix of blocks and plain rows becomes one of blocks; other plain ones are rotated."""
+def test_blocks_of_a_file_stay_blocks_but_in_int8(
+    models: dict[str, Path], tmp_path: Path, kind: Kind
+) -> None:
+    """A matrix of blocks and plain rows becomes one of blocks. In int8 values are rotated, as those
+    of a folder."""
     kinds = {"blk.0.attn_v.weight": Kind.F16, "blk.0.attn_output.weight": Kind.F32}
     file = write_gguf(tmp_path / "model.gguf", models["llama"], kind, kinds)
+    name = "model.layers.0.mlp.down_proj.weight"
+    stored = all_weights(file)[name]
+    assert isinstance(stored, QuantisedMatrix)
     source = open_model(file)
     config = source.config("int8")
     parts = Packer(config, source.weights(config), "cpu").layer(0)
-    formats = {name: each.format for name, each in parts.items() if isinstance(each, PackedMatrix)}
-    assert formats.pop("out") == "rotated"
-    assert formats.pop("qkv") == "int8"
-    assert set(formats.values()) == {"int8" if kind == Kind.Q8_0 else "int4"}
+    packed = {name: each for name, each in parts.items() if isinstance(each, PackedMatrix)}
+    assert {each.format for each in packed.values()} == {"rotated"}
+    expected = pack_rotated(RotatedMatrix.of(stored.dequantise(), DOWN_SIZE))
+    assert torch.equal(packed["down"].values, expected.values)
 
 
 def test_blocks_are_not_made_larger(models: dict[str, Path], tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "model.gguf", models["llama"], Kind.Q4_1)
     name = "model.layers.1.mlp.down_proj.weight"
-    stored = all_weights(file)[name]
-    for weights in ("int8", "int4"):
-        found = all_weights(file, weights)[name]
-        assert isinstance(found, QuantisedMatrix)
-        assert torch.equal(plain(found, torch.float32), plain(stored, torch.float32))
+    stored, found = all_weights(file)[name], all_weights(file, "int4")[name]
+    assert isinstance(found, QuantisedMatrix)
+    assert torch.equal(plain(found, torch.float32), plain(stored, torch.float32))
 
 
 def test_a_matrix_without_whole_blocks(models: dict[str, Path], tmp_path: Path) -> None:
@@ -496,19 +501,3 @@ def test_experts_of_a_file_that_do_not_fit_are_named(
     file = write_gguf(tmp_path / "model.gguf", folder)
     with pytest.raises(UnsupportedModelError, match=rf"model\.gguf: .*{message}"):
         load_config(file)
-
-
-def test_matrices_that_are_not_in_the_format_asked_for_are_counted(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
-    file = write_gguf(tmp_path / "model.gguf", models["qwen2"], Kind.Q8_0)
-    for path, weights in (
-        (file, "auto"),
-        (file, "int4"),
-        (file, "bfloat16"),
-        (models["qwen2"], "int8"),
-    ):
-        assert not prepare(path, weights).description.weights_kept
-    matrices = sum(len(weight.shape) == 2 for weight in all_weights(file).values())
-    kept = f"{matrices} matrices in blocks of 8 bits, as they are stored"
-    assert prepare(file, "int8").description.weights_kept == kept

@@ -19,7 +19,8 @@ from paceline.decoder.graphs import FIXED_SHAPES
 from paceline.decoder.invariance import ServedForward, served_slots
 from paceline.decoder.model import numerics_for
 from paceline.decoder.products import FixedProducts
-from paceline.kernels import PagedPlane, QueryBlock, devices, plan_trees
+from paceline.kernels import PagedPlane, QueryBlock, _native, devices, plan_trees
+from paceline.kernels._compile import LEVELS
 from paceline.v1 import verifier_pb2
 from paceline.verifier.kv.base import KvLayout
 from paceline.verifier.kv.pool import PagePool
@@ -53,27 +54,29 @@ def test_numerics_of_other_devices_are_refused(
 @pytest.mark.parametrize(
     ("weights", "kv", "expected"),
     [
-        ("float32", torch.float32, {"portable"}),
-        ("float32", torch.bfloat16, {"portable", "avx512_bf16"}),
-        ("bfloat16", torch.bfloat16, {"portable", "avx512_bf16", "amx"}),
-        ("bfloat16", torch.int8, {"portable", "amx"}),
-        ("int8", torch.bfloat16, {"portable", "avx512_bf16"}),
-        ("int4", torch.int8, {"portable"}),
+        ("float32", torch.float32, []),
+        ("float32", torch.bfloat16, ["amx", "avx512_bf16"]),
+        ("bfloat16", torch.bfloat16, ["amx", "avx512_bf16"]),
+        ("bfloat16", torch.int8, ["amx"]),
+        ("int8", torch.bfloat16, ["amx", "avx512_bf16"]),
+        ("int4", torch.int8, []),
     ],
 )
-@pytest.mark.parametrize("own", ["portable", "avx512_bf16", "amx"])
+@pytest.mark.parametrize("level", [*LEVELS])
 def test_auto_is_the_fastest_numerics_that_change_a_bit_of_the_model(
     model: Path,
     monkeypatch: pytest.MonkeyPatch,
-    own: str,
+    level: str,
     weights: str,
     kv: torch.dtype,
-    expected: set[str],
+    expected: list[str],
 ) -> None:
     """Two verifiers whose bits are equal say so, whatever their processors are."""
-    monkeypatch.setattr("paceline.decoder.model.choose_numerics", lambda _: own)
+    monkeypatch.setattr(_native, "cpu_kernels", lambda: SimpleNamespace(level=level))
     config = dataclasses.replace(open_model(model).config(), weights=weights, kv_dtype=kv)
-    assert numerics_for(config, "auto") == (own if own in expected else "portable")
+    has = {"amx": ("amx", "avx512_bf16"), "avx512bf16": ("avx512_bf16",)}.get(level, ())
+    chosen = [name for name in expected if name in has]
+    assert numerics_for(config, "auto") == (chosen[0] if chosen else "portable")
 
 
 async def test_what_is_not_promised_is_told(

@@ -23,12 +23,13 @@ PREBUILT = Path(__file__).parent / "prebuilt"  # folder of the libraries in a pl
 _AVX2 = ("avx2", "fma", "bmi2", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
 _VNNI = (*_AVX512, "avx512_vnni")
+_BF16 = (*_VNNI, "avx512_bf16")
 _X86 = platform.machine() in ("x86_64", "AMD64")
 
 # Instruction sets of each level, fastest first, as in /proc/cpuinfo.
 LEVELS: dict[str, tuple[str, ...]] = {
-    "amx": (*_VNNI, "amx_tile", "amx_bf16", "amx_int8"),
-    "avx512bf16": (*_VNNI, "avx512_bf16"),
+    "amx": (*_BF16, "amx_tile", "amx_bf16", "amx_int8"),
+    "avx512bf16": _BF16,
     "avx512vnni": _VNNI,
     "avx512": _AVX512,
     "avxvnni": (*_AVX2, "avx_vnni"),

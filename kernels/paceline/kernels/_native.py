@@ -17,6 +17,7 @@ import logging
 import os
 import subprocess
 import tempfile
+from collections.abc import Container
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -32,7 +33,8 @@ VARIABLE = "PACELINE_CPU_LEVEL"
 
 NUMERICS = ("auto", "portable", "avx512_bf16", "amx")  # choices of `choose_numerics`
 
-_OWN_NUMERICS = {"amx": "amx", "avx512bf16": "avx512_bf16"}  # numerics of their own, by level
+# Numerics that levels have beside "portable", fastest first.
+_OWN_NUMERICS = {"amx": ("amx", "avx512_bf16"), "avx512bf16": ("avx512_bf16",)}
 
 _AT, _COUNT, _KEY = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64
 _FLOAT, _DOUBLE = ctypes.c_float, ctypes.c_double
@@ -195,13 +197,13 @@ def _own(folder: Path) -> bool:
     return found.st_uid in (0, os.getuid()) and not found.st_mode & 0o022
 
 
-def choose_numerics(requested: str) -> str:
+def choose_numerics(requested: str, multiplied: Container[str] = NUMERICS) -> str:
     """Choose how a program multiplies bfloat16 weights and caches.
 
     "portable" gives the same bits on every machine. "amx" multiplies both in tiles, "avx512_bf16"
     queries and weights of attention with caches by the dot product of that name: they are faster
-    and have the bits of processors with these instructions. "auto" takes the fastest of them that
-    the level in use has.
+    and have the bits of processors with these instructions. "auto" takes the fastest that the level
+    in use has, among those in ``multiplied``.
 
     Returns:
         "portable", "avx512_bf16" or "amx", for :class:`~paceline.kernels.Recorder`.
@@ -209,10 +211,10 @@ def choose_numerics(requested: str) -> str:
     Raises:
         ValueError: Another name, or one whose instructions the level in use does not have.
     """
-    own = _OWN_NUMERICS.get(cpu_kernels().level)
-    able = [name for name in NUMERICS if name in ("auto", "portable", own)]
+    own = _OWN_NUMERICS.get(cpu_kernels().level, ())
+    able = [name for name in NUMERICS if name in ("auto", "portable", *own)]
     if requested not in able:
         raise ValueError(f"numerics is {requested!r}, expected one of {able}")
     if requested == "auto":
-        return own or "portable"
+        return next((name for name in own if name in multiplied), "portable")
     return requested

@@ -259,10 +259,10 @@ static void weigh_scores(const Tile *t, const Buffers *m, int64_t base, int64_t 
     Scores rows[TOGETHER];
     float peak[TOGETHER], sum[TOGETHER];
     for (int64_t i = 0; i < count; i++) rows[i] = complete_scores(t, m, r + i, base, stop);
-    if (products_of(t->plan) == DOTS)
-      softmax(rows, count, 1, peak, sum);
-    else
+    if (products_of(t->plan) == CHAINS)
       softmax(rows, count, 0, peak, sum);
+    else
+      softmax(rows, count, 1, peak, sum);
     for (int64_t i = 0; i < count; i++) {
       float *result = part + (r + i) * t->width + t->plan->dim;
       result[0] = sum[i], result[1] = peak[i];
@@ -324,8 +324,11 @@ static int begin(const Tile *t, Buffers *m, const float *q) {
   *m = reserve(t);
   if (!m->q) return 1;
   if (products_of(t->plan) != CHAINS) {
-    if (products_of(t->plan) == TILES) configure_tiles(64);
     round_queries(t, q, (uint16_t *)m->q);
+    if (products_of(t->plan) == TILES) {
+      configure_tiles(64);
+      if (turned(t)) turn_queries(t, m);
+    }
   } else {
     load_queries(t, q, m->q);
   }

@@ -10,9 +10,9 @@
 
 #include "products.h"
 
-/* Fetches the lines of `bytes` bytes into the second-level cache. */
-INLINE void fetch_row(const char *row, int64_t bytes) {
-  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at, 0, 2);
+/* Fetches the lines of `bytes` bytes into the cache of a level: 3 the first, 2 the second. */
+INLINE void fetch_row(const char *row, int64_t bytes, const int level) {
+  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at, 0, level);
 }
 
 /* Words w .. w + LANES of LANES keys from `slot` on, as load_words has them. Fetches the keys
@@ -143,8 +143,8 @@ INLINE void weigh_register_tile(const int rows, const int vectors, const Tile *t
     const uint16_t *even = base + (v.slots ? v.slots[k] : k) * next, *odd = zero;
     if (k + 1 < v.count) odd = v.slots ? base + v.slots[k + 1] * next : even + next;
     if (fetch) {
-      fetch_row((const char *)even + KEYS_AHEAD, vectors * LANES * 2);
-      fetch_row((const char *)(even + next) + KEYS_AHEAD, vectors * LANES * 2);
+      fetch_row((const char *)even + KEYS_AHEAD, vectors * LANES * 2, 2);
+      fetch_row((const char *)(even + next) + KEYS_AHEAD, vectors * LANES * 2, 2);
     }
     vec x[COLUMN_VECTORS];
     pair_values(even, odd, vectors, x);

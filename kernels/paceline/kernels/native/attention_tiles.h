@@ -1,4 +1,4 @@
-/* The two products of attention in bfloat16 tiles, for bfloat16 caches at the level amx.
+/* The two products of attention in bfloat16 tiles, for bfloat16 caches under numerics amx.
  *
  * Queries and weights are rounded to bfloat16; sums are float32. A sum over dimensions, or over the
  * positions of a chunk, is taken in steps of DOT: positions in steps counted from the chunk's
@@ -7,7 +7,7 @@
 #ifndef PACELINE_ATTENTION_TILES_H
 #define PACELINE_ATTENTION_TILES_H
 
-#include "attention.h"
+#include "attention_dots.h"
 #include "tiles.h"
 
 #define WIDE 4              /* tiles of columns worked on at once */
@@ -81,12 +81,84 @@ static void pack_keys(const Tile *t, int64_t slot, int64_t stop, int64_t tiles, 
     }
 }
 
+/* Whether keys are A tiles as they lie, and queries are B: then scores are turned, and else keys,
+ * which are more if there are few rows. */
+INLINE int turned(const Tile *t) {
+  return t->plan->dim % DOT == 0 && round_up(t->rows, SIDE) / SIDE <= t->plan->dim / DOT;
+}
+
+/* Where the queries are as B, behind those in rows: [tile of rows][dim / DOT][SIDE pairs][SIDE]. */
+INLINE uint32_t *turned_queries(const Tile *t, const Buffers *m) {
+  return (uint32_t *)m->q + round_up(t->rows, SIDE) * t->plan->dim / 2;
+}
+
+/* x[i][j] becomes x[j][i], for one tile; to `stride` words a row. */
+static void turn_tile(const float *x, int64_t x_stride, int64_t rows, float *out, int64_t stride) {
+#if LANES == SIDE
+  vec row[SIDE];
+#pragma GCC unroll 16
+  for (int i = 0; i < SIDE; i++) row[i] = load_f32(x + i * x_stride);
+  transpose(row);
+#pragma GCC unroll 16
+  for (int i = 0; i < SIDE; i++)
+    if (i < rows) store_f32(out + i * stride, row[i]);
+#else
+  for (int64_t i = 0; i < rows; i++)
+    for (int64_t j = 0; j < SIDE; j++) memcpy(out + i * stride + j, x + j * x_stride + i, 4);
+#endif
+}
+
+static void turn_queries(const Tile *t, const Buffers *m) {
+  const int64_t words = t->plan->dim / 2;
+  float *to = (float *)turned_queries(t, m);
+  for (int64_t r = 0; r < t->rows; r += SIDE)
+    for (int64_t k = 0; k < words; k += SIDE, to += WORDS)
+      turn_tile(m->q + r * words + k, words, SIDE, to, SIDE);
+}
+
+/* Scores of WIDE tiles of keys from `slot` on. */
+static void score_turned(const Tile *t, const Buffers *m, int64_t slot, float *out,
+                         int64_t stride) {
+  const int64_t dim = t->plan->dim, bytes = t->k->slot_stride * 2, tile = bytes * SIDE;
+  const char *keys = row_at(t, t->k, KV_BF16, slot);
+  const uint32_t *queries = turned_queries(t, m);
+  _Alignas(64) float scores[WIDE][WORDS];
+  for (int64_t i = 0; i < WIDE * SIDE; i++) fetch_row(keys + i * bytes + KEYS_AHEAD, dim * 2, 3);
+  for (int64_t r = 0; r < t->rows; r += SIDE) {
+    TILE_ZERO(0);
+    TILE_ZERO(1);
+    TILE_ZERO(2);
+    TILE_ZERO(3);
+    for (int64_t d = 0; d < dim; d += DOT, queries += WORDS) {
+      const char *key = keys + d * 2;
+      TILE_LOAD(5, queries, 64);
+      TILE_LOAD(4, key, bytes);
+      TILE_DOT_BF16(0, 4, 5);
+      TILE_LOAD(4, key + tile, bytes);
+      TILE_DOT_BF16(1, 4, 5);
+      TILE_LOAD(4, key + 2 * tile, bytes);
+      TILE_DOT_BF16(2, 4, 5);
+      TILE_LOAD(4, key + 3 * tile, bytes);
+      TILE_DOT_BF16(3, 4, 5);
+    }
+    TILE_STORE(0, scores[0], 64);
+    TILE_STORE(1, scores[1], 64);
+    TILE_STORE(2, scores[2], 64);
+    TILE_STORE(3, scores[3], 64);
+    for (int i = 0; i < WIDE; i++)
+      turn_tile(scores[i], SIDE, min(SIDE, t->rows - r), out + r * stride + i * SIDE, stride);
+  }
+}
+
 /* Scores of slots first .. stop of all rows, to column slot - first of `out`. */
 static void score_tiles(const Tile *t, const Buffers *m, int64_t first, int64_t stop, float *out,
                         int64_t stride) {
   const int64_t depth = round_up(t->plan->dim, DOT);
   const uint16_t *q = (const uint16_t *)m->q;
-  for (int64_t slot = first, tiles; slot < stop; slot += tiles * SIDE) {
+  int64_t slot = first;
+  for (; turned(t) && slot + WIDE * SIDE <= stop; slot += WIDE * SIDE)
+    score_turned(t, m, slot, out + (slot - first), stride);
+  for (int64_t tiles; slot < stop; slot += tiles * SIDE) {
     tiles = tiles_at(slot, round_up(stop - first, SIDE) + first);
     pack_keys(t, slot, stop, tiles, m->panel);
     for (int64_t r = 0; r < t->rows; r += SIDE)
@@ -99,44 +171,54 @@ static void score_tiles(const Tile *t, const Buffers *m, int64_t first, int64_t 
  * the other for the columns that multiply_rows_tiles works on at once. */
 static void pack_values(const Tile *t, const int64_t *slots, int64_t count, int64_t depth,
                         uint32_t *out) {
-  static const uint16_t zero[SIDE];
+  static const uint16_t zero[WIDE * SIDE];
   CHECK(count <= depth && depth <= CHUNK && depth % DOT == 0);
   const uint16_t *base = (const uint16_t *)t->v->data + t->head * t->v->head_stride;
   for (int64_t d = 0, tiles; d < t->plan->dim; d += tiles * SIDE) {
     tiles = tiles_at(d, t->plan->dim);
-    for (int64_t s = 0; s < depth; s += 2)
-      for (int64_t n = 0; n < tiles; n++) {
-        const int64_t at = d + n * SIDE;
-        const uint16_t *low = s < count ? base + slots[s] * t->v->slot_stride + at : zero;
-        const uint16_t *high = s + 1 < count ? base + slots[s + 1] * t->v->slot_stride + at : zero;
-        uint32_t *to = out + (s / DOT * tiles + n) * WORDS + s / 2 % SIDE * SIDE;
-        for (int i = 0; i < SIDE; i++) to[i] = low[i] | (uint32_t)high[i] << 16;
+    for (int64_t s = 0; s < depth; s += 2) {
+      const uint16_t *low = s < count ? base + slots[s] * t->v->slot_stride + d : zero;
+      const uint16_t *high = s + 1 < count ? base + slots[s + 1] * t->v->slot_stride + d : zero;
+      uint32_t *to = out + s / DOT * tiles * WORDS + s / 2 % SIDE * SIDE;
+      if (s < count) {
+        fetch_row((const char *)low + KEYS_AHEAD, tiles * SIDE * 2, 3);
+        fetch_row((const char *)high + KEYS_AHEAD, tiles * SIDE * 2, 3);
       }
+#if LANES == SIDE
+      vec x[WIDE];
+      if (tiles == WIDE)
+        pair_values(low, high, WIDE, x);
+      else
+        pair_values(low, high, 1, x);
+      for (int64_t n = 0; n < tiles; n++) store_f32((float *)to + n * WORDS, x[n]);
+#else
+      for (int64_t i = 0; i < tiles * SIDE; i++)
+        to[i / SIDE * WORDS + i % SIDE] = low[i] | (uint32_t)high[i] << 16;
+#endif
+    }
     out += depth * tiles * SIDE / 2;
   }
 }
 
-/* Weighted values of rows r .. end of a chunk, from its column `first` on; added to `part` if
- * `more`. */
+/* Weighted values of rows r .. end of a chunk, whose weights are bfloat16, from its column `first`
+ * on; added to `part` if `more`. */
 static void weigh_rows(const Tile *t, const Buffers *m, int64_t r, int64_t end, int64_t first,
                        int64_t depth, int more, float *part) {
   CHECK(end <= t->rows && first + depth <= CHUNK);
   for (; r < end; r += SIDE) {
-    const int64_t rows = min(SIDE, end - r);
+    const int64_t rows = min(SIDE, end - r), whole = rows == SIDE;
+    const uint16_t *a = (const uint16_t *)(m->scores + r * STRIDE) + first;
     const uint32_t *b = (const uint32_t *)m->panel;
-    uint16_t a[SIDE * CHUNK];
-    float c[SIDE * SIDE * WIDE];
-    for (int64_t i = 0; i < SIDE; i++)
-      for (int64_t k = 0; k < depth; k += LANES)
-        store_bf16(a + i * CHUNK + k,
-                   i < rows ? load_f32(m->scores + (r + i) * STRIDE + first + k) : splat(0.0f));
+    _Alignas(64) float c[SIDE * SIDE * WIDE];
     for (int64_t d = 0, tiles; d < t->plan->dim; d += tiles * SIDE) {
+      float *to = part + r * t->width + d;
       tiles = tiles_at(d, t->plan->dim);
-      for (int64_t i = 0; more && i < rows; i++)
-        memcpy(c + i * SIDE * WIDE, part + (r + i) * t->width + d, (size_t)(tiles * SIDE) * 4);
-      multiply_any(tiles, a, CHUNK, b, depth, more, c, SIDE * WIDE);
-      for (int64_t i = 0; i < rows; i++)
-        memcpy(part + (r + i) * t->width + d, c + i * SIDE * WIDE, (size_t)(tiles * SIDE) * 4);
+      for (int64_t i = 0; more && !whole && i < rows; i++)
+        memcpy(c + i * SIDE * WIDE, to + i * t->width, (size_t)(tiles * SIDE) * 4);
+      multiply_any(tiles, a, 2 * STRIDE, b, depth, more, whole ? to : c,
+                   whole ? t->width : SIDE * WIDE);
+      for (int64_t i = 0; !whole && i < rows; i++)
+        memcpy(to + i * t->width, c + i * SIDE * WIDE, (size_t)(tiles * SIDE) * 4);
       b += depth * tiles * SIDE / 2;
     }
   }

@@ -4,7 +4,6 @@ fingerprints of models."""
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -73,9 +72,9 @@ class Tensors(Mapping[str, W]):
 class WeightsOf(Tensors[Weight]):
     """Tensors by name, each converted to the format of a configuration when it is read.
 
-    int4 quantises every matrix but routers; blocks of as many bits or fewer stay as they are, in
-    int8 too. Vectors (norms, biases) stay plain tensors, and so do other matrices in int8:
-    :func:`in_int8` quantises them.
+    int4 quantises every matrix but routers; blocks of as many bits or fewer stay as they are.
+    Vectors (norms, biases) are plain tensors, and so are matrices in int8: :func:`in_int8`
+    quantises them.
     """
 
     def __init__(
@@ -84,7 +83,6 @@ class WeightsOf(Tensors[Weight]):
         """Take tensors as they are stored, of any type."""
         self._names = stored
         self._weights, self._dtype, self._device = config.weights, config.dtype, device
-        self._kept: dict[str, int] = {}
 
     def __getitem__(self, name: str) -> Weight:
         found: Weight = self._names[name]
@@ -93,14 +91,11 @@ class WeightsOf(Tensors[Weight]):
             return found.to(self._device) if isinstance(found, Tensor) else found
         if is_rotated(self._weights, self._device):
             bits = 0
-        if bits == 8 and isinstance(found, Tensor):
-            return found
+        if bits == 8:
+            return found if isinstance(found, Tensor) else found.dequantise()
         if bits == 4 and (name in VOCABULARY or name.endswith(_DECAYS)):
             bits = 8
-        if bits and isinstance(found, QuantisedMatrix) and found.bits <= bits:
-            if self._weights == "int8":
-                self._kept[name] = found.bits
-        elif bits:
+        if bits and not (isinstance(found, QuantisedMatrix) and found.bits <= bits):
             found = quantise_tensor(name, plain(found, torch.float32), bits)
         plain_format = self._weights in FLOATS
         quantised = not plain_format and self._device.type == "cpu"
@@ -110,13 +105,10 @@ class WeightsOf(Tensors[Weight]):
 
     @property
     def kept(self) -> str:
-        """In words, which of the matrices read so far are in another format than the one asked for;
-        empty: none."""
-        if self._device.type != "cpu" and self._weights == "int4":
-            return f"matrices in {str(self._dtype).removeprefix('torch.')}, of the values of int4"
-        counts = Counter(self._kept.values()).items()
-        found = (f"{count} matrices in blocks of {bits} bits" for bits, count in sorted(counts))
-        return " and ".join(found) + (", as they are stored" if self._kept else "")
+        """In words, which matrices are in another format than the one asked for; empty if none."""
+        if self._device.type == "cpu" or self._weights != "int4":
+            return ""
+        return f"matrices in {str(self._dtype).removeprefix('torch.')}, of the values of int4"
 
 
 def plain(weight: Weight, dtype: torch.dtype) -> Tensor:
@@ -145,11 +137,10 @@ def in_int8(
 ) -> Weight | PackedMatrix | RotatedMatrix:
     """A plain matrix in 8 bits over rotated inputs; on a CPU packed with its bias.
 
-    QuantisedMatrix of a file stay as they are. Raises ``UnsupportedModelError``: it has a number of
-    inputs that is not supported.
+    Raises ``UnsupportedModelError`` if it has a number of inputs that is not supported.
     """
-    if not isinstance(weight, Tensor):
-        return weight
+    if isinstance(weight, QuantisedMatrix):
+        weight = weight.dequantise()
     try:
         matrix = RotatedMatrix.of(weight, DOWN_SIZE if "down" in name.split(".") else SIZE)
     except ValueError as error:

@@ -290,8 +290,7 @@ def numerics_for(config: DecoderConfig, requested: str) -> str:
     Args:
         config: The model.
         requested: As :func:`paceline.kernels.choose_numerics` takes it. "auto" is "portable" for a
-            model of which the processor's own numerics would not change a bit, and where they are
-            slower.
+            model of which the processor's own numerics would not change a bit.
 
     Returns:
         As :func:`paceline.kernels.choose_numerics` returns it.
@@ -299,11 +298,6 @@ def numerics_for(config: DecoderConfig, requested: str) -> str:
     Raises:
         ValueError: The level in use does not have the requested numerics.
     """
-    chosen = choose_numerics(requested)
-    if requested != "auto":
-        return chosen
-    if chosen == "amx":  # tiles in attention alone are slower than FMAs for a single row
-        multiplied = config.weights == "bfloat16"
-    else:
-        multiplied = config.kv_dtype == torch.bfloat16
-    return chosen if multiplied else "portable"
+    halves = config.kv_dtype == torch.bfloat16
+    multiplied = {"amx": halves or config.weights == "bfloat16", "avx512_bf16": halves}
+    return choose_numerics(requested, [name for name, does in multiplied.items() if does])
