@@ -17,38 +17,26 @@ from paceline.kernels import CHUNK, QueryBlock, plan_trees
 VOCAB = 101
 
 BASE = {
-    "hidden_size": 96,
-    "intermediate_size": 160,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": VOCAB,
-    "max_position_embeddings": 1024,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": None,
-}
+    "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": VOCAB, "max_position_embeddings": 1024,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None,
+}  # fmt: skip
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 _LLAMA3 = {  # as llama.cpp has it for every file
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
-}
+}  # fmt: skip
 _KINDS = ["sliding_attention", "full_attention"]
 _BY_KIND = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
     "full_attention": {"rope_theta": 20000.0, **_YARN},
 }
 _LONG = {
-    "rope_type": "longrope",
-    "partial_rotary_factor": 0.75,
-    "short_factor": [1.0 + i / 8 for i in range(6)],
-    "long_factor": [2.0 + i for i in range(6)],
+    "rope_type": "longrope", "partial_rotary_factor": 0.75,
+    "short_factor": [1.0 + i / 8 for i in range(6)], "long_factor": [2.0 + i for i in range(6)],
     "original_max_position_embeddings": 64,
-}
+}  # fmt: skip
+_SLIDING = {"sliding_window": 40, "layer_types": _KINDS}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -60,76 +48,40 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {"sliding_window": 50, "head_dim": 32}),
     "mistral-full": ("Mistral", {"sliding_window": None}),
     "qwen2": ("Qwen2", {}),
-    "qwen2-window": (
-        "Qwen2",
-        {"use_sliding_window": True, "sliding_window": 300, "max_window_layers": 1},
-    ),
+    "qwen2-window": ("Qwen2", {
+        "use_sliding_window": True, "sliding_window": 300, "max_window_layers": 1,
+    }),
     "qwen3": ("Qwen3", {"tie_word_embeddings": True, "head_dim": 80}),
-    "qwen3-moe": (
-        "Qwen3Moe",
-        {
-            "num_experts": 7,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 64,
-            "norm_topk_prob": True,
-        },
-    ),
+    "qwen3-moe": ("Qwen3Moe", {
+        "num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+    }),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "gpt-oss": (
-        "GptOss",
-        {
-            "num_local_experts": 5,
-            "num_experts_per_tok": 2,
-            "intermediate_size": 64,
-            "sliding_window": 30,
-            "swiglu_limit": 1.5,
-            "rope_parameters": _YARN | {"truncate": False},
-        },
-    ),
+    "gpt-oss": ("GptOss", {
+        "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 64,
+        "sliding_window": 30, "swiglu_limit": 1.5, "rope_parameters": _YARN | {"truncate": False},
+    }),
     "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2, "tie_word_embeddings": True}),
-    "granite": (
-        "Granite",
-        {
-            "embedding_multiplier": 12.0,
-            "attention_multiplier": 0.3125,
-            "residual_multiplier": 0.21875,
-            "logits_scaling": 6.0,
-        },
-    ),
+    "granite": ("Granite", {
+        "embedding_multiplier": 12.0, "attention_multiplier": 0.3125,
+        "residual_multiplier": 0.21875, "logits_scaling": 6.0,
+    }),
     "olmo2": ("Olmo2", {}),
-    "olmo3": ("Olmo3", {"sliding_window": 40, "layer_types": _KINDS, "rope_parameters": _BY_KIND}),
-    "phi3": (
-        "Phi3",
-        {
-            "sliding_window": 200,
-            "original_max_position_embeddings": 64,
-            "rope_parameters": _LONG,
-        },
-    ),
+    "olmo3": ("Olmo3", {**_SLIDING, "rope_parameters": _BY_KIND}),
+    "phi3": ("Phi3", {
+        "sliding_window": 200, "original_max_position_embeddings": 64, "rope_parameters": _LONG,
+    }),
     "phi3-full": ("Phi3", {"max_position_embeddings": 4096}),
-    "gemma2": (
-        "Gemma2",
-        {"sliding_window": 40, "layer_types": _KINDS, "query_pre_attn_scalar": 24},
-    ),
-    "gemma3": (
-        "Gemma3",
-        {"sliding_window": 40, "layer_types": _KINDS, "rope_parameters": _BY_KIND},
-    ),
-    "qwen3-5": (
-        "Qwen3_5",
-        {
-            "num_hidden_layers": 4,
-            "layer_types": ["linear_attention", "full_attention"] * 2,
-            "head_dim": 32,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 96,
-            "rope_parameters": {"partial_rotary_factor": 0.25},
-        },
-    ),
+    "gemma2": ("Gemma2", {**_SLIDING, "query_pre_attn_scalar": 24}),
+    "gemma3": ("Gemma3", {**_SLIDING, "rope_parameters": _BY_KIND}),
+    "qwen3-5": ("Qwen3_5", {
+        "num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2,
+        "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16, "linear_value_head_dim": 96,
+        "rope_parameters": {"partial_rotary_factor": 0.25},
+    }),
     "glm4": ("Glm4", {"rope_parameters": {"partial_rotary_factor": 0.5}}),
-}
+}  # fmt: skip
 
 
 def save_model(folder: Path, name: str, *, max_shard_size: str = "50GB", **changes: Any) -> Path:

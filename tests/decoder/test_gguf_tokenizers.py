@@ -148,11 +148,8 @@ def test_some_vocabularies_decide_before_the_merges(
 ) -> None:
     tokens = [*LETTERS, "ab", "bc", "abc"]
     merges = ["b c", "a b"]
-    found = built(
-        tokenizer_of(
-            tmp_path, tokens, [1] * 259, merges, model="gpt2", pre=pre, add_bos_token=False
-        )
-    )
+    keys: dict[str, Any] = {"model": "gpt2", "pre": pre, "add_bos_token": False}
+    found = built(tokenizer_of(tmp_path, tokens, [1] * 259, merges, **keys))
     # By the merges alone, "abc" is never made: "bc" comes first.
     wanted = [LETTERS.index("a"), 257] if ids[0] == 257 else ids
     assert found.encode("abc").ids == wanted
@@ -254,40 +251,28 @@ def test_phi3_leaves_out_the_space_behind_its_special_tokens(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("special", "keys", "ends"),
     [
-        (["<|endoftext|>", "<|im_end|>"], {"eos_token_id": 257}, ["<|im_end|>", "<|endoftext|>"]),
-        (
-            ["<|endoftext|>", "<|end|>", "<|user|>"],
-            {"eos_token_id": 256},
-            ["<|endoftext|>", "<|end|>"],
-        ),
-        (
-            ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"],
-            {"eos_token_id": 258},
-            ["<|eot_id|>", "<|end_of_text|>", "<|eom_id|>"],
-        ),
-        (
-            ["<|return|>", "<|call|>", "<|end|>", "<|message|>"],
-            {"eos_token_id": 256},
-            ["<|return|>", "<|call|>"],
-        ),
-        (["<|calls|>", "<|flush|>", "<|end|>"], {}, ["<|calls|>", "<|flush|>"]),
-        (["<|tool_response>", "</s>", "<turn|>"], {}, ["<|tool_response>", "<turn|>"]),
-        (["<a>", "<b>", "<c>"], {"eot_token_id": 257, "eom_token_id": 258}, ["<b>", "<c>"]),
-        (["<｜end▁of▁sentence｜>", "<｜User｜>"], {}, ["<｜end▁of▁sentence｜>"]),
-        (
-            ["<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|fim_prefix|>"],
-            {},
-            ["<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"],
-        ),
-        (["<|repo_name|>", "<a>"], {"fim_rep_token_id": 257}, ["<a>"]),
-        (["<end_of_turn>", "<eos>", "<bos>"], {"bos_token_id": 258}, ["<end_of_turn>", "<eos>"]),
+        ("<|endoftext|> <|im_end|>", {"eos": 257}, "<|im_end|> <|endoftext|>"),
+        ("<|endoftext|> <|end|> <|user|>", {"eos": 256}, "<|endoftext|> <|end|>"),
+        ("<|end_of_text|> <|eom_id|> <|eot_id|>", {"eos": 258},
+         "<|eot_id|> <|end_of_text|> <|eom_id|>"),
+        ("<|return|> <|call|> <|end|> <|message|>", {"eos": 256}, "<|return|> <|call|>"),
+        ("<|calls|> <|flush|> <|end|>", {}, "<|calls|> <|flush|>"),
+        ("<|tool_response> </s> <turn|>", {}, "<|tool_response> <turn|>"),
+        ("<a> <b> <c>", {"eot": 257, "eom": 258}, "<b> <c>"),
+        ("<｜end▁of▁sentence｜> <｜User｜>", {}, "<｜end▁of▁sentence｜>"),
+        ("<|fim_pad|> <|repo_name|> <|file_sep|> <|fim_prefix|>", {},
+         "<|fim_pad|> <|repo_name|> <|file_sep|>"),
+        ("<|repo_name|> <a>", {"fim_rep": 257}, "<a>"),
+        ("<end_of_turn> <eos> <bos>", {"bos": 258}, "<end_of_turn> <eos>"),
     ],
-)
+)  # fmt: skip
 def test_a_text_ends_with_all_tokens_that_end_a_turn(
-    special: list[str], keys: dict[str, int], ends: list[str], tmp_path: Path
+    special: str, keys: dict[str, int], ends: str, tmp_path: Path
 ) -> None:
-    found = byte_level(tmp_path, *special, **keys).ends()
-    assert [special[token - 256] for token in found] == ends
+    tokens = special.split()
+    named = {f"{key}_token_id": token for key, token in keys.items()}
+    found = byte_level(tmp_path, *tokens, **named).ends()
+    assert [tokens[token - 256] for token in found] == ends.split()
 
 
 def test_an_end_token_is_special_whatever_its_type(tmp_path: Path) -> None:

@@ -79,6 +79,27 @@ def without_a_tensor(folder: Path) -> None:
     save_file(tensors, folder / WEIGHTS)
 
 
+def value(field: str, value: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / "generation_config.json").unlink(missing_ok=True)  # its end tokens come first
+        fields("config.json", **{field: value})(folder)
+
+    return change
+
+
+VALUES: list[tuple[str, Any]] = [
+    ("num_hidden_layers", -1), ("num_hidden_layers", "2"), ("num_hidden_layers", 10**9),
+    ("hidden_size", 1 << 40), ("hidden_size", 8.5), ("vocab_size", True),
+    ("max_position_embeddings", None), ("max_position_embeddings", 0),
+    ("rms_norm_eps", float("nan")), ("rms_norm_eps", "1e-5"), ("head_dim", []),
+    ("eos_token_id", "a"), ("eos_token_id", [1, -1]), ("eos_token_id", True),
+    ("num_key_value_heads", 0), ("hidden_act", []), ("hidden_act", 3), ("rope_scaling", 7),
+    ("rope_scaling", {"rope_type": "yarn", "factor": -2}),
+    ("rope_scaling", {"rope_type": "dynamic", "factor": 2.0}),
+    ("tie_word_embeddings", "no"), ("dtype", "float99"), ("dtype", 3), ("layer_types", "x"),
+]  # fmt: skip
+NAMED = {"rope_scaling": "rope", "layer_types": "layer"}
+
 FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "no JSON": (content("config.json", b"{"), "config.json"),
     "a list": (content("config.json", b"[1]"), "config.json"),
@@ -89,12 +110,14 @@ FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "long number": (content("config.json", b'{"a": ' + b"9" * 5000 + b"}"), "config.json"),
     "no model type": (content("config.json", b"{}"), "config.json"),
     "no file": (replaced("config.json", Path.mkdir), "config.json"),
-    "layers": (fields("config.json", num_hidden_layers=10**9), "num_hidden_layers"),
     "more layers": (more_layers, "lacks tensor 'model.layers.2"),
-    "nan": (fields("config.json", rms_norm_eps=float("nan")), "rms_norm_eps"),
-    "activation": (fields("config.json", hidden_act=[]), "hidden_act"),
+    "type": (fields("config.json", model_type="gpt2"), "model type 'gpt2'"),
+    "unknown type": (fields("config.json", model_type="no-such-model"), "no-such-model"),
+    "gelu": (fields("config.json", hidden_act="gelu"), "activation 'gelu'"),
+    "fp8": (fields("config.json", quantization_config={"quant_method": "fp8"}), "quantised"),
+    "width": (fields("config.json", intermediate_size=99), "expected (99, 96)"),
+    "phi3": (fields("config.json", model_type="phi3"), "mlp.gate_proj.weight' is not part of"),
     "scaling": (fields("config.json", rope_parameters={"rope_type": "yarn"}), "rope"),
-    "layer types": (fields("config.json", layer_types="x"), "layer"),
     "wide": (fields("config.json", hidden_size=6 << 16), "expected (393216,) by the config"),
     "ends": (fields("generation_config.json", eos_token_id=["x"]), "eos_token_id"),
     "ends true": (fields("generation_config.json", eos_token_id=True), "eos_token_id"),
@@ -115,7 +138,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "offset": (header(data_offsets=[0, 1 << 60]), WEIGHTS),
     "negative": (header(data_offsets=[-1, 5]), WEIGHTS),
     "shape": (header(shape=[1 << 40, 1 << 40]), WEIGHTS),
-    "type": (header(dtype="F99"), WEIGHTS),
+    "tensor type": (header(dtype="F99"), WEIGHTS),
     "no weights": (replaced(WEIGHTS, Path.mkdir), WEIGHTS),
     "outside": (content(INDEX, b'{"weight_map": {"a": "../a"}}'), f"{INDEX} names '../a'"),
     "root": (content(INDEX, b'{"weight_map": {"a": "/etc/passwd"}}'), f"{INDEX} names '/etc"),
@@ -124,6 +147,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "itself": (content(INDEX, b'{"weight_map": {"a": "config.json"}}'), "config.json"),
     "vocabulary": (content("vocab.json", b"[]"), "merges.txt"),
     "template": (content("chat_template.jinja", b"\xff"), "chat_template.jinja"),
+    **{f"{n}={v!r}": (value(n, v), NAMED.get(n, n)) for n, v in VALUES},
 }
 
 

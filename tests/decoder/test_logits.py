@@ -84,41 +84,38 @@ def test_sharded_weights_load_like_single_ones(models: dict[str, Path], tmp_path
     )
 
 
-def test_the_text_part_of_gemma_3_for_texts_and_images(
-    models: dict[str, Path], tmp_path: Path
+_VISION = {"hidden_size": 32, "intermediate_size": 32, "patch_size": 14}
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "vision", "more"),
+    [
+        (
+            "gemma3", "Gemma3",
+            {"image_size": 28, "num_hidden_layers": 1, "num_attention_heads": 2},
+            {"mm_tokens_per_image": 4},
+        ),
+        ("qwen3-5", "Qwen3_5", {"out_hidden_size": 96, "depth": 1, "num_heads": 2}, {}),
+    ],
+)  # fmt: skip
+def test_the_text_part_of_a_model_for_texts_and_images(
+    models: dict[str, Path],
+    tmp_path: Path,
+    name: str,
+    family: str,
+    vision: dict[str, int],
+    more: dict[str, int],
 ) -> None:
     import transformers
 
-    text = transformers.AutoModelForCausalLM.from_pretrained(models["gemma3"])
-    shape = {"hidden_size": 32, "intermediate_size": 32, "image_size": 28, "patch_size": 14}
-    vision = {**shape, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.Gemma3Config(
-        text_config=text.config.to_dict(), vision_config=vision, mm_tokens_per_image=4
-    )
-    both = transformers.Gemma3ForConditionalGeneration(config)
-    both.model.language_model.load_state_dict(text.model.state_dict())
-    both.lm_head.weight = both.model.language_model.embed_tokens.weight
-    both.save_pretrained(tmp_path)
-    whole, part = load_decoder(tmp_path), load_decoder(models["gemma3"])
-    found, expected = (extend(d, LocalCache(d.config), random_tokens(60)) for d in (whole, part))
-    assert torch.equal(found, expected)
-
-
-def test_the_text_part_of_qwen_3_5_for_texts_and_images(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
-    import transformers
-
-    text = transformers.AutoModelForCausalLM.from_pretrained(models["qwen3-5"])
-    shape = {"hidden_size": 32, "intermediate_size": 32, "out_hidden_size": 96, "patch_size": 14}
-    config = transformers.Qwen3_5Config(
-        text_config=text.config.to_dict(), vision_config={**shape, "depth": 1, "num_heads": 2}
-    )
-    both = transformers.Qwen3_5ForConditionalGeneration(config)
+    text = transformers.AutoModelForCausalLM.from_pretrained(models[name])
+    described = {"text_config": text.config.to_dict(), "vision_config": {**_VISION, **vision}}
+    config = getattr(transformers, f"{family}Config")(**described, **more)
+    both = getattr(transformers, f"{family}ForConditionalGeneration")(config)
     both.model.language_model.load_state_dict(text.model.state_dict())
     both.lm_head.load_state_dict(text.lm_head.state_dict())
     both.save_pretrained(tmp_path)
-    whole, part = load_decoder(tmp_path), load_decoder(models["qwen3-5"])
+    whole, part = load_decoder(tmp_path), load_decoder(models[name])
     found, expected = (extend(d, LocalCache(d.config), random_tokens(60)) for d in (whole, part))
     assert torch.equal(found, expected)
 
