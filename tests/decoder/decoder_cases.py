@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline.convert import load_decoder
@@ -15,6 +18,7 @@ from paceline.decoder import Decoder, LocalCache
 from paceline.kernels import CHUNK, QueryBlock, plan_trees
 
 VOCAB = 101
+Change = Callable[[dict[str, Tensor]], object]
 
 BASE = {
     "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 6,
@@ -104,6 +108,23 @@ def save_model(folder: Path, name: str, *, max_shard_size: str = "50GB", **chang
             parameter.data += 0.2 * torch.randn_like(parameter)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
+
+
+def changed(
+    source: Path,
+    to: Path,
+    tensors: Callable[[dict[str, Tensor]], object] | None = None,
+    **fields: Any,
+) -> Path:
+    """A copy of a folder with other fields of config.json, and other tensors."""
+    shutil.copytree(source, to)
+    config = json.loads((to / "config.json").read_text()) | fields
+    (to / "config.json").write_text(json.dumps(config))
+    if tensors is not None:
+        weights = load_file(to / "model.safetensors")
+        tensors(weights)
+        save_file(weights, to / "model.safetensors", {"format": "pt"})
+    return to
 
 
 _LOADED: dict[tuple[Path, torch.dtype], Decoder] = {}

@@ -12,19 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from decoder_cases import changed
 
 from paceline.convert import load_config, load_decoder, weights_fingerprint
 from paceline.decoder import UnsupportedModelError, find_device
 from paceline.drafter.wiring import drafting_device
 from paceline.kv.cuda import DriverError
-
-
-def changed(source: Path, target: Path, **change: Any) -> Path:
-    """Copy a model folder and change its configuration."""
-    shutil.copytree(source, target)
-    config = json.loads((target / "config.json").read_text()) | change
-    (target / "config.json").write_text(json.dumps(config))
-    return target
 
 
 def test_shapes_and_constants(models: dict[str, Path]) -> None:

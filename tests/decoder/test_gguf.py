@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from decoder_cases import extend, random_tokens, save_model
+from decoder_cases import changed, extend, random_tokens, save_model
 from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Kind
 from gguf_files import write_gguf
@@ -460,10 +460,7 @@ def test_the_parts_of_a_split_file_are_one_model(models: dict[str, Path], tmp_pa
 def test_experts_of_a_file_that_do_not_fit_are_named(
     models: dict[str, Path], tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
-    folder = tmp_path / "folder"
-    shutil.copytree(models["qwen3-moe"], folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | change))
+    folder = changed(models["qwen3-moe"], tmp_path / "folder", **change)
     file = write_gguf(tmp_path / "model.gguf", folder)
     with pytest.raises(UnsupportedModelError, match=rf"model\.gguf: .*{message}"):
         load_config(file)

@@ -63,11 +63,6 @@ def header(size: int | None = None, **change: Any) -> Callable[[Path], None]:
     return write
 
 
-def more_layers(folder: Path) -> None:
-    """More layers than there are tensors."""
-    fields("config.json", num_hidden_layers=4000)(folder)
-
-
 def cut(folder: Path) -> None:
     raw = (folder / WEIGHTS).read_bytes()
     (folder / WEIGHTS).write_bytes(raw[: len(raw) // 2])
@@ -110,7 +105,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "long number": (content("config.json", b'{"a": ' + b"9" * 5000 + b"}"), "config.json"),
     "no model type": (content("config.json", b"{}"), "config.json"),
     "no file": (replaced("config.json", Path.mkdir), "config.json"),
-    "more layers": (more_layers, "lacks tensor 'model.layers.2"),
+    "more layers": (fields("config.json", num_hidden_layers=4000), "lacks tensor 'model.layers.2"),
     "type": (fields("config.json", model_type="gpt2"), "model type 'gpt2'"),
     "unknown type": (fields("config.json", model_type="no-such-model"), "no-such-model"),
     "gelu": (fields("config.json", hidden_act="gelu"), "activation 'gelu'"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -12,13 +10,13 @@ from decoder_cases import (
     FAMILIES,
     VOCAB,
     ask_tree,
+    changed,
     expected_logits,
     extend,
     path_to,
     random_tokens,
     save_model,
 )
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline.convert import load_decoder
@@ -161,14 +159,12 @@ def test_tokens_that_do_not_fit_the_plan_are_refused(models: dict[str, Path]) ->
 
 def test_mimo_is_qwen2_with_a_type_of_its_own(models: dict[str, Path], tmp_path: Path) -> None:
     """transformers has no class for it; its heads for multi-token prediction are left out."""
-    folder = shutil.copytree(models["qwen2"], tmp_path / "mimo")
-    described = json.loads((folder / "config.json").read_text())
-    described |= {"model_type": "mimo", "architectures": ["MiMoForCausalLM"]}
-    described |= {"auto_map": {"AutoConfig": "own.Config"}, "num_nextn_predict_layers": 1}
-    (folder / "config.json").write_text(json.dumps(described))
-    weights = load_file(folder / "model.safetensors")
-    weights["model.mtp_layers.0.input_proj.weight"] = torch.zeros(96, 192)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    head = {"model.mtp_layers.0.input_proj.weight": torch.zeros(96, 192)}
+    folder = changed(
+        models["qwen2"], tmp_path / "mimo", lambda tensors: tensors.update(head),
+        model_type="mimo", architectures=["MiMoForCausalLM"],
+        auto_map={"AutoConfig": "own.Config"}, num_nextn_predict_layers=1,
+    )  # fmt: skip
     decoder, tokens = load_decoder(folder), random_tokens(50)
     assert decoder.config.model_type == "mimo"
     found = extend(decoder, LocalCache(decoder.config), tokens)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from decoder_cases import extend, random_tokens
+from decoder_cases import changed, extend, random_tokens
 from gguf import GGMLQuantizationType as Kind
 from gguf_files import write_gguf
 from safetensors.torch import load_file, save_file
@@ -56,12 +55,12 @@ def merged(
     base: Path, to: Path, pairs: dict[str, tuple[Tensor, Tensor]], scales: dict[str, float]
 ) -> Path:
     """A folder of the model with an adapter's changes."""
-    shutil.copytree(base, to)
-    weights = load_file(to / "model.safetensors")
-    for module, (a, b) in pairs.items():
-        weights[f"{module}.weight"] += scales[module] * b @ a
-    save_file(weights, to / "model.safetensors", {"format": "pt"})
-    return to
+
+    def change(weights: dict[str, Tensor]) -> None:
+        for module, (a, b) in pairs.items():
+            weights[f"{module}.weight"] += scales[module] * b @ a
+
+    return changed(base, to, change)
 
 
 def logits(source: ModelSource, weights: str = "auto") -> Tensor:
