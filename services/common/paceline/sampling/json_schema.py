@@ -19,8 +19,7 @@ _SCHEMAS = frozenset(
         *("additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if"),
         *("items", "not", "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties"),
     )
-)
-"""Keywords whose value is a schema; that of `items` may be a list of them."""
+)  # keywords whose value is a schema; that of `items` may be a list of them
 _LISTS = frozenset(("allOf", "anyOf", "oneOf", "prefixItems", "items"))
 _MAPS = frozenset(
     (
@@ -28,8 +27,7 @@ _MAPS = frozenset(
         "properties",
     )
 )
-REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
-"""Keywords that stand for another schema."""
+REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")  # keywords that stand for another schema
 
 _ANNOTATIONS = frozenset(
     (
@@ -42,8 +40,7 @@ FORMATS = frozenset(
         *("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri"),
         "uuid",
     )
-)
-"""Formats of texts that are enforced. Any other is an annotation."""
+)  # Formats of texts that are enforced. Any other is an annotation.
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
     "minItems": (0,),
@@ -57,16 +54,14 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "dependentRequired": ({},),
     "dependentSchemas": ({},),
     "$recursiveAnchor": (False,),
-}
-"""Values of keywords that allow everything."""
+}  # values of keywords that allow everything
 _NEEDED = {
     "if": ("then", "else"),
     "then": ("if",),
     "else": ("if",),
     "minContains": ("contains",),
     "maxContains": ("contains",),
-}
-"""Keywords that constrain nothing without another one."""
+}  # keywords that constrain nothing without another one
 # Longest schemas of properties that are written for rules of their names. Unit: characters.
 _MAX_NAMED = 1 << 16
 # Look-ahead at the start of patterns that pydantic and zod write: of decimal numbers, which are not
@@ -79,8 +74,7 @@ _NAMES_CHARS = 1 << 24
 around it before its own, so that they could take thousands of times the memory of the schema."""
 _REFERENCES_CHARS = 1 << 16
 """Characters of the references of an embedded schema. No verifier takes a schema that is longer."""
-_PASSES = 64
-"""Passes over all schemas within one, to find those whose values have no end."""
+_PASSES = 64  # passes over all schemas within one, to find those whose values have no end
 
 
 class SchemaTooComplex(ValueError):
@@ -91,14 +85,11 @@ class SchemaTooComplex(ValueError):
 class SchemaPlace:
     """A schema within a schema."""
 
-    schema: Schema
-    """The object; not copied."""
+    schema: Schema  # the object; not copied
 
-    pointer: str
-    """Where it is, as the fragment of a reference: "" or "/properties/a"."""
+    pointer: str  # where it is, as the fragment of a reference: "" or "/properties/a"
 
-    base: str
-    """Address that its references are relative to, without a fragment; "": none."""
+    base: str  # address that its references are relative to, without a fragment; "": none
 
 
 def schemas(root: Any) -> Iterator[Schema]:
