@@ -178,7 +178,7 @@ def rope_parameters(hf: Any, layers: str = "full_attention") -> dict[str, Any]:
 def check_rope(hf: Any, *, partial: bool = True) -> None:
     """Refuse rotary embeddings that :func:`rope_frequencies` does not support, and, unless
     ``partial``, those that leave dimensions of a head as they are. Raises
-    ``UnsupportedModelError``: it is one."""
+    ``UnsupportedModelError`` if it is one."""
     for layers in ("full_attention", "sliding_attention"):
         rope_type = rope_parameters(hf, layers).get("rope_type", "default")
         if rope_type not in SUPPORTED_ROPE:

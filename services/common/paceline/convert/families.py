@@ -204,9 +204,9 @@ def _gemma(hf: Any) -> dict[str, Any]:
     }
 
 
-def _gemma_gguf(values: Any, largest: int) -> dict[str, Any]:
+def _gemma_gguf(values: Any, max_layers: int) -> dict[str, Any]:
     """Files have no scale of scores: that of the largest model, known by its layers, differs."""
-    width = values.hidden // values.q_heads if values.layers == largest else values.head_dim
+    width = values.hidden // values.q_heads if values.layers == max_layers else values.head_dim
     return {
         "query_pre_attn_scalar": width,
         "sliding_window": values.count("attention.sliding_window"),

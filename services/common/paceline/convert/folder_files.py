@@ -71,8 +71,8 @@ def part_paths(path: Path) -> list[Path]:
 def read_file(path: Path, limit: int = _MAX_BYTES) -> bytes:
     """The content of a file; empty if there is none.
 
-    Raises:
-        UnsupportedModelError: It is no file, cannot be read, or is larger than ``limit`` bytes.
+    Raises ``UnsupportedModelError`` if it is no file, cannot be read, or is larger than
+    ``limit`` bytes.
     """
     try:
         if not path.is_file():
@@ -98,8 +98,7 @@ def read_text(path: Path, limit: int = _MAX_CONFIG) -> str:
 def parse_object(path: Path, content: str | bytes) -> dict[str, Any]:
     """The JSON object in the content of a file.
 
-    Raises:
-        UnsupportedModelError: It is no JSON object in UTF-8.
+    Raises ``UnsupportedModelError`` if it is no JSON object in UTF-8.
     """
     try:
         text = content if isinstance(content, str) else content.decode()
@@ -112,7 +111,7 @@ def parse_object(path: Path, content: str | bytes) -> dict[str, Any]:
 
 
 def read_object(path: Path, limit: int = _MAX_CONFIG) -> dict[str, Any]:
-    """The JSON object in a file; empty if there is no file. Raises ``UnsupportedModelError``: the
+    """The JSON object in a file; empty if there is no file. Raises ``UnsupportedModelError`` if the
     file is no JSON object, or too large."""
     content = read_file(path, limit)
     return parse_object(path, content) if content else {}
@@ -122,7 +121,7 @@ def check_fields(path: Path, config: Mapping[str, Any], prefix: str = "") -> Non
     """Check the numbers of a model's configuration: what takes memory or time by a number takes it
     as soon as the configuration is made.
 
-    Fields that are null or missing are not checked. Raises ``UnsupportedModelError``: a number is
+    Fields that are null or missing are not checked. Raises ``UnsupportedModelError`` if a number is
     of another type or out of its range; the message has the file and the field.
     """
     for name, value in config.items():
@@ -137,13 +136,13 @@ def _check_field(path: Path, prefix: str, name: str, value: Any) -> None:
         raise UnsupportedModelError(
             f"{path}: {prefix}{name} is {_shown(value)}, expected one of {', '.join(_TYPES)}"
         )
-    lowest, largest = int(name in _COUNTS), _COUNTS.get(name, _FROM_NONE.get(name))
-    if largest is not None:
+    minimum, maximum = int(name in _COUNTS), _COUNTS.get(name, _FROM_NONE.get(name))
+    if maximum is not None:
         number = isinstance(value, int) and not isinstance(value, bool)
-        if not number or not lowest <= value <= largest:
+        if not number or not minimum <= value <= maximum:
             raise UnsupportedModelError(
-                f"{path}: {prefix}{name} is {_shown(value)}, expected a number from {lowest} to "
-                f"{largest}"
+                f"{path}: {prefix}{name} is {_shown(value)}, expected a number from {minimum} to "
+                f"{maximum}"
             )
     elif name in _REALS:
         number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -156,7 +155,7 @@ def _check_field(path: Path, prefix: str, name: str, value: Any) -> None:
 
 def token_ids(path: Path, name: str, value: Any, vocab_size: int) -> tuple[int, ...]:
     """Token ids of a field: one, a list, or none if it is null. Ids that the model does not have
-    are left out: it never gives them. Raises ``UnsupportedModelError``: it is something else."""
+    are left out: it never gives them. Raises ``UnsupportedModelError`` if it is something else."""
     found = [] if value is None else value if isinstance(value, list) else [value]
     for token in found:
         number = isinstance(token, int) and not isinstance(token, bool)

@@ -57,9 +57,8 @@ def folder_tokenizer(
         special_tokens: Texts of special tokens by name, such as "bos_token".
         vocab_size: Token ids that the model has, to warn of others.
 
-    Raises:
-        UnsupportedModelError: A file is missing or damaged, or the tokenizer takes too much time or
-            memory.
+    Raises ``UnsupportedModelError`` if a file is missing or damaged, or the tokenizer takes too
+    much time or memory.
     """
     files = [folder / name for name in (_JSON, *_DESCRIPTIONS, *_VOCABULARIES)]
     there = [file for file in files if file.exists() or file.is_symlink()]
@@ -84,10 +83,10 @@ def _built(
     where = folder / (_JSON if raw else _CONFIG)
     named = set(special_tokens.values())
     found = probe(where, changed or _text(folder / _JSON, raw), named)
-    if vocab_size is not None and found.largest >= vocab_size:
+    if vocab_size is not None and found.max_id >= vocab_size:
         _log.warning(
             "%s has tokens up to %d, but the model has %d: texts with the others are refused",
-            where, found.largest, vocab_size,
+            where, found.max_id, vocab_size,
         )  # fmt: skip
     return FolderTokenizer(changed, found.added, found.ids)
 
@@ -157,15 +156,14 @@ class Probed:
 
     added: list[int]
     ids: dict[str, int | None]
-    largest: int
+    max_id: int
 
 
 def probe(path: Path, content: str, tokens: Iterable[str]) -> Probed:
     """Try a tokenizer in a child process: its expressions and replacements are programs, which may
     take for ever, or make a text endless.
 
-    Raises:
-        UnsupportedModelError: It is no tokenizer, or takes too much time or memory.
+    Raises ``UnsupportedModelError`` if it is no tokenizer, or takes too much time or memory.
     """
     what = f"{path}: an expression or a replacement of the tokenizer, on short texts,"
     try:

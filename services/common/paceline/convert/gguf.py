@@ -49,8 +49,7 @@ _LLAMA3_CONTEXT = 8192  # original context of all Llama 3 models with scaled fre
 class Metadata:
     """Checked values of a file's metadata.
 
-    Raises:
-        UnsupportedModelError: A value is missing, of another type or out of range.
+    Raises ``UnsupportedModelError`` if a value is missing, of another type or out of range.
     """
 
     def __init__(self, file: GgufFile) -> None:
@@ -242,7 +241,7 @@ class GgufModel(ModelSource):
 
     @cached_property
     def tokenizer(self) -> bytes:
-        """As llama.cpp reads it. Raises ``UnsupportedModelError``: it is of an unknown kind."""
+        """As llama.cpp reads it. Raises ``UnsupportedModelError`` if it is of an unknown kind."""
         facts = ("tokenizer", *self.config_facts())
         return str(remembered(facts, self._tokenizer.tokenizer_json)).encode()
 

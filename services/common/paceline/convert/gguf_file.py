@@ -301,7 +301,7 @@ def decode(file: GgufFile, tensor: GgufTensor) -> Tensor | QuantisedMatrix:
 
     F32, F16 and BF16 become tensors of that type. A matrix of Q8_0, Q4_0, Q4_1, Q4_K or MXFP4
     becomes blocks with exactly its values, any other format 8-bit blocks. A vector becomes float32.
-    Raises ``UnsupportedModelError``: the ``gguf`` package cannot decode the format, or a scale is
+    Raises ``UnsupportedModelError`` if the ``gguf`` package cannot decode the format, or a scale is
     not finite.
     """
     if tensor.kind in _FLOATS:
@@ -331,8 +331,7 @@ def converts(kind: GGMLQuantizationType) -> bool:
 
 
 def check_format(file: GgufFile, tensor: GgufTensor) -> None:
-    """Refuse a format that the ``gguf`` package cannot decode. Raises ``UnsupportedModelError``: it
-    cannot."""
+    """Raise ``UnsupportedModelError`` for a format that the ``gguf`` package cannot decode."""
     if tensor.kind in _FLOATS or tensor.kind in _EXACT:
         return
     try:

@@ -24,7 +24,9 @@ _KEY = "tokenizer.ggml."
 # Types of tokens; the others are pieces of text, bytes, and tokens that are not used.
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 
-_LONGEST = 256  # characters of a SentencePiece token, whose splits are all tried; trainers allow 16
+_MAX_CHARACTERS = (
+    256  # characters of a SentencePiece token, whose splits are all tried; trainers allow 16
+)
 
 _TICKS = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -383,9 +385,10 @@ class GgufTokenizer:
             raise self._error("scores", "has a value that is not finite")
         for index in sorted(range(len(scores)), key=scores.__getitem__, reverse=True):
             token = known.tokens[index]
-            if len(token) > _LONGEST:
+            if len(token) > _MAX_CHARACTERS:
                 raise self._error(
-                    "tokens", f"has {len(token)} characters at {index}, expected up to {_LONGEST}"
+                    "tokens",
+                    f"has {len(token)} characters at {index}, expected up to {_MAX_CHARACTERS}",
                 )
             for at in range(1, len(token)):
                 if token[:at] in known.ids and token[at:] in known.ids:

@@ -76,7 +76,7 @@ class LoraModel(ModelSource):
 
     def __init__(self, base: ModelSource, folder: Path) -> None:
         """Open a PEFT folder: ``adapter_config.json`` and ``adapter_model.safetensors``. Raises
-        ``UnsupportedModelError``: it has no such adapter, or one that does not fit the model."""
+        ``UnsupportedModelError`` if it has no such adapter, or one that does not fit the model."""
         from safetensors import safe_open
 
         self.path, self._base, self._folder = base.path, base, folder
@@ -145,7 +145,7 @@ class LoraModel(ModelSource):
             yield shared_name(f"{module}.weight"), _Change(pair, base, rank, scale)
 
     def _module_of(self, name: str) -> str:
-        """The module of a tensor. Raises ``UnsupportedModelError``: it cannot be merged."""
+        """The module of a tensor. Raises ``UnsupportedModelError`` if it cannot be merged."""
         module = name.removeprefix(_PREFIX)
         ends = (_A, _B, _BASE, *((".weight",) if module.endswith(_WHOLE) else ()))
         for end in ends:
@@ -186,7 +186,7 @@ class LoraModel(ModelSource):
 
     def merge(self, name: str, weight: Tensor) -> Tensor:
         """The weight of a tensor with what the adapter adds, summed in float32. Raises
-        ``UnsupportedModelError``: shapes of the adapter do not fit."""
+        ``UnsupportedModelError`` if shapes of the adapter do not fit."""
         change = self._changes[name]
         if change.base:
             own = self._file.get_tensor(change.base)

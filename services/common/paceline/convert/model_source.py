@@ -61,13 +61,13 @@ class ModelSource(ABC):
     @property
     @abstractmethod
     def hf_config(self) -> Any:
-        """The transformers config. Raises ``UnsupportedModelError``: it cannot be read."""
+        """The transformers config. Raises ``UnsupportedModelError`` if it cannot be read."""
 
     def config(self, weights: torch.dtype | str = "auto") -> DecoderConfig:
         """The decoder's configuration, kept between starts.
 
         ``weights`` are float32, bfloat16, int8, int4, or auto for the stored format (bfloat16
-        for float16). Raises ``UnsupportedModelError``: an architecture, feature or format is not
+        for float16). Raises ``UnsupportedModelError`` if an architecture, feature or format is not
         supported.
         """
 
@@ -97,13 +97,13 @@ class ModelSource(ABC):
     @abstractmethod
     def tensor(self, name: str, dtype: torch.dtype, device: torch.device | str) -> Tensor:
         """One tensor as a plain one, mapped from the file if type and device allow it. Raises
-        ``UnsupportedModelError``: there is none of this name."""
+        ``UnsupportedModelError`` if there is none of this name."""
 
     def table(
         self, name: str, dtype: torch.dtype, device: torch.device | str
     ) -> Tensor | PackedMatrix:
         """A matrix whose rows are looked up: as :meth:`tensor`, or blocks, packed once for all that
-        use it in this process. Raises ``UnsupportedModelError``: there is none of this name."""
+        use it in this process. Raises ``UnsupportedModelError`` if there is none of this name."""
         return self.tensor(name, dtype, device)
 
     def vocabulary(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -143,8 +143,8 @@ class ModelFolder(ModelSource):
 
     @cached_property
     def tokenizer(self) -> bytes:
-        """As transformers builds it of the folder's files. Raises ``UnsupportedModelError``: one is
-        missing or damaged."""
+        """As transformers builds it of the folder's files. Raises ``UnsupportedModelError`` if one
+        is missing or damaged."""
         found = self._tokenizer
         if found is None:
             return b""

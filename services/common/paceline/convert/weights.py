@@ -135,9 +135,9 @@ def in_order(weight: Weight, rows: Tensor) -> Weight:
 def in_int8(
     name: str, weight: Weight, bias: Tensor | None, device: torch.device
 ) -> Weight | PackedMatrix | RotatedMatrix:
-    """A plain matrix in 8 bits over rotated inputs; on a CPU packed with its bias.
+    """Put a plain matrix in 8 bits over rotated inputs; on a CPU pack it with its bias.
 
-    Raises ``UnsupportedModelError`` if it has a number of inputs that is not supported.
+    Raises ``UnsupportedModelError`` if its number of inputs is not supported.
     """
     if isinstance(weight, QuantisedMatrix):
         weight = weight.dequantise()
@@ -158,8 +158,8 @@ def quantise_tensor(name: str, weight: Tensor, bits: int) -> QuantisedMatrix:
 
 
 def weight_files(folder: str | Path) -> list[Path]:
-    """The safetensors files of a model folder, in name order. Raises ``UnsupportedModelError``: the
-    folder has no safetensors weights, a shard is missing, or the index is damaged."""
+    """List the safetensors files of a model folder by name. Raises ``UnsupportedModelError`` if it
+    has no safetensors weights, a shard is missing, or the index is damaged."""
     base = Path(folder)
     if (base / _INDEX).exists():
         named = read_object(base / _INDEX, _MAX_INDEX).get("weight_map")
@@ -189,7 +189,7 @@ class Checkpoint(Tensors[Tensor]):
         self, folder: str | Path, dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> None:
         """Open the weight files of a folder; tensors come as ``dtype`` on ``device``. Raises
-        ``UnsupportedModelError``: the folder has no safetensors weights, a shard is missing, or
+        ``UnsupportedModelError`` if the folder has no safetensors weights, a shard is missing, or
         scales or minima of blocks are of no matrix."""
         from safetensors import safe_open
 
@@ -230,7 +230,7 @@ class Checkpoint(Tensors[Tensor]):
 
     def stored(self, name: str) -> Tensor:
         """A tensor in the type of the file; bfloat16 if it is in blocks. Raises
-        ``UnsupportedModelError``: blocks of other types or shapes, or it cannot be read."""
+        ``UnsupportedModelError`` if blocks have other types or shapes, or it cannot be read."""
         file, stored = self._names[name]
         parts = [part for part in (SCALE, MINIMUM) if (file, stored + part) in self._parts]
         try:
@@ -291,8 +291,7 @@ def _values(name: str, values: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
 
 
 def take(weights: Mapping[str, W], name: str, shape: tuple[int, ...]) -> W:
-    """One tensor, its presence and shape checked. Raises ``UnsupportedModelError``: missing, or of
-    another shape."""
+    """Take one tensor. Raises ``UnsupportedModelError`` if it is missing, or of another shape."""
     if name not in weights:
         raise UnsupportedModelError(f"the checkpoint lacks tensor {name!r}")
     found = weights[name]

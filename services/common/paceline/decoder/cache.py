@@ -56,7 +56,7 @@ class LocalCache:
 
     def commit(self, path: Sequence[int]) -> None:
         """Commit these nodes of the block, by strictly rising indices from the root down, and drop
-        the others. Raises ``ValueError``: the indices do not rise or lie outside the cache."""
+        the others. Raises ``ValueError`` if the indices do not rise or lie outside the cache."""
         nodes = list(path)
         if any(b <= a for a, b in zip([-1, *nodes], nodes, strict=False)):
             raise ValueError(f"path {nodes} must be strictly rising block indices")

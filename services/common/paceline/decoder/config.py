@@ -133,7 +133,7 @@ class DecoderConfig:
     def with_kv(self, kv_cache_dtype: str) -> DecoderConfig:
         """The configuration with caches of a type of ``KV_CACHE_DTYPES``.
 
-        Raises ``ValueError``: another type.
+        Raises ``ValueError`` for another type.
         """
         if kv_cache_dtype not in KV_CACHE_DTYPES:
             raise ValueError(

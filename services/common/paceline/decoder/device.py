@@ -31,8 +31,8 @@ def find_device(name: str, *, preferred: int = 0) -> torch.device:
             choice is logged.
         preferred: Number of the GPU that auto takes; the last one if there are fewer.
 
-    Raises:
-        ValueError: The name is unknown, there is no such device, or the driver is too old for it.
+    Raises ``ValueError`` if the name is unknown, there is no such device, or the driver is too
+    old for it.
     """
     if name == "auto":
         return _usable(_choose(preferred))

@@ -210,8 +210,7 @@ class GraphRunner:
             captured or has no room for so many chunks of keys, or scores are to be recorded of
             heads whose group is larger than a tile.
 
-        Raises:
-            DeviceLost: The device fails every call since a graph was captured.
+        Raises ``DeviceLost`` if the device fails every call since a graph was captured.
         """
         rows = next((shape for shape in self.shapes if shape >= len(tokens)), None)
         tilings = self._tilings()

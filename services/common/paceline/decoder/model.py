@@ -146,8 +146,7 @@ class Decoder:
         Returns:
             Logits and taps. The caller commits the caches.
 
-        Raises:
-            ValueError: Tokens and plan differ in length.
+        Raises ``ValueError`` if tokens and plan differ in length.
         """
         if tokens.shape != (plan.rows,):
             raise ValueError(f"tokens have shape {tuple(tokens.shape)}, plan has {plan.rows} rows")
@@ -295,8 +294,7 @@ def numerics_for(config: DecoderConfig, requested: str) -> str:
     Returns:
         As :func:`paceline.kernels.choose_numerics` returns it.
 
-    Raises:
-        ValueError: The level in use does not have the requested numerics.
+    Raises ``ValueError`` if the level in use does not have the requested numerics.
     """
     halves = config.kv_dtype == torch.bfloat16
     multiplied = {"amx": halves or config.weights == "bfloat16", "avx512_bf16": halves}
