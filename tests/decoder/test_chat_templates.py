@@ -35,10 +35,7 @@ def template_list(**named: str) -> list[dict[str, str]]:
             {"chat_template.jinja": B, "additional_chat_templates/tool_use.jinja": C},
         ),
         ({"extra_special_tokens": {"audio_token": "<audio>"}}, {}),
-        (
-            {},
-            {"special_tokens_map.json": json.dumps({"eos_token": {"content": "<end>"}})},
-        ),
+        ({}, {"special_tokens_map.json": json.dumps({"eos_token": {"content": "<end>"}})}),
         (
             {"added_tokens_decoder": {}},
             {"special_tokens_map.json": json.dumps({"eos_token": "<end>"})},

@@ -211,11 +211,7 @@ ROPE = {"type": "yarn", "factor": 4.0}
     ],
 )  # fmt: skip
 def test_scaled_frequencies_make_the_context_longer(
-    name: str,
-    scaling: dict[str, Any] | None,
-    context: int,
-    models: dict[str, Path],
-    tmp_path: Path,
+    name: str, scaling: dict[str, Any] | None, context: int, models: dict[str, Path], tmp_path: Path
 ) -> None:
     folder = changed(
         models[name], tmp_path / "model", max_position_embeddings=256, rope_scaling=scaling

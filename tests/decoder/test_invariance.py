@@ -149,9 +149,7 @@ def total(blocks: Sequence[QueryBlock]) -> int:
     ],
 )  # fmt: skip
 def test_the_check_of_what_is_served_names_what_differs(
-    models: dict[str, Path],
-    other: Callable[[Sequence[QueryBlock], bool], bool],
-    named: set[str],
+    models: dict[str, Path], other: Callable[[Sequence[QueryBlock], bool], bool], named: set[str]
 ) -> None:
     decoder = load(models, "llama", torch.float32)
     forward = served(decoder)
@@ -214,12 +212,7 @@ def test_a_window_is_passed_where_a_text_is_long_enough() -> None:
     seed=st.integers(0, 100),
 )
 def test_a_tree_has_the_bits_of_decoding_each_path(
-    models: dict[str, Path],
-    name: str,
-    dtype: torch.dtype,
-    start: int,
-    steps: list[int],
-    seed: int,
+    models: dict[str, Path], name: str, dtype: torch.dtype, start: int, steps: list[int], seed: int
 ) -> None:
     decoder = load(models, name, dtype)
     parents = [max(-1, node - 1 - step) for node, step in enumerate(steps)]

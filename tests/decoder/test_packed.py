@@ -16,12 +16,7 @@ from gguf_files import write_gguf
 from paceline.convert import convert, load_decoder, open_model, prepare, store
 from paceline.convert.sandbox import run_in_child
 from paceline.convert.weights import plain
-from paceline.decoder import (
-    Decoder,
-    LocalCache,
-    UnsupportedModelError,
-    read_converted,
-)
+from paceline.decoder import Decoder, LocalCache, UnsupportedModelError, read_converted
 from paceline.decoder.linear import Linear
 from paceline.decoder.packed import PackedWeights, PackedWriter, new_memory
 from paceline.decoder.remembered import cache_folder

@@ -174,9 +174,7 @@ def test_a_device_without_a_gpu_has_a_name() -> None:
     assert isinstance(products._cublas_version(), str)
 
 
-def test_a_gpu_is_described_by_what_its_products_depend_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_gpu_is_described_by_what_its_products_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two whose bits may differ have two descriptions."""
     card = {"major": 9, "minor": 0, "multi_processor_count": 132}
     facts: dict[str, str] = {"torch": "2.11.0", "cuda": "13.0", "cublas": "130100", "triton": "3.6"}

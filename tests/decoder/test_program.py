@@ -141,10 +141,7 @@ def test_slices_and_threads_do_not_change_bits(
     alone = torch.cat(
         [
             decoder.forward(
-                tokens[first : first + block.length],
-                plan_trees([block]),
-                caches,
-                logit_rows=None,
+                tokens[first : first + block.length], plan_trees([block]), caches, logit_rows=None
             ).logits
             for block, first in zip(blocks, plan.offsets, strict=False)
         ]

@@ -19,10 +19,7 @@ MXFP4 = "mxfp4"
 
 
 def decoder_config(
-    hf: Any,
-    eos_token_ids: tuple[int, ...],
-    weights: torch.dtype | str,
-    stored: str | None = None,
+    hf: Any, eos_token_ids: tuple[int, ...], weights: torch.dtype | str, stored: str | None = None
 ) -> DecoderConfig:
     """The decoder's configuration from one of transformers.
 

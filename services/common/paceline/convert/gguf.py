@@ -362,11 +362,7 @@ class _Tensors(Tensors[Weight]):
     """Tensors of a file by their Hugging Face names, each decoded on access."""
 
     def __init__(
-        self,
-        file: GgufFile,
-        values: Metadata,
-        dtype: torch.dtype,
-        device: torch.device | str,
+        self, file: GgufFile, values: Metadata, dtype: torch.dtype, device: torch.device | str
     ) -> None:
         self._file, self._dtype, self._device = file, dtype, device
         self._heads: dict[str, int] = {}

@@ -34,11 +34,7 @@ from paceline.convert.sandbox import Progress, run_in_child
 from paceline.decoder.config import DecoderConfig, about
 from paceline.decoder.device import map_on_cores
 from paceline.decoder.model import Decoder, config_for
-from paceline.decoder.packed import (
-    LAYOUT,
-    PackedWriter,
-    new_memory,
-)
+from paceline.decoder.packed import LAYOUT, PackedWriter, new_memory
 from paceline.decoder.packed_model import (
     MODEL,
     TOKENIZER,

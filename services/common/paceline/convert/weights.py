@@ -15,10 +15,7 @@ from paceline.convert.folder_files import one_line, read_object
 from paceline.decoder.config import UnsupportedModelError
 from paceline.decoder.linear import is_rotated
 from paceline.formats import FLOATS
-from paceline.kernels.linear import (
-    PackedMatrix,
-    pack_rotated,
-)
+from paceline.kernels.linear import PackedMatrix, pack_rotated
 from paceline.kernels.quantised import QUANT_BLOCK, QuantisedMatrix, concatenate, quantise
 from paceline.kernels.rotated import DOWN_SIZE, SIZE, RotatedMatrix
 

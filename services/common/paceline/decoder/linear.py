@@ -9,13 +9,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from paceline.kernels import kernels_for
-from paceline.kernels.linear import (
-    PackedMatrix,
-    multiply,
-    multiply_floats,
-    pack,
-    pack_quantised,
-)
+from paceline.kernels.linear import PackedMatrix, multiply, multiply_floats, pack, pack_quantised
 from paceline.kernels.quantised import QuantisedMatrix
 from paceline.kernels.rotated import IntSums, RotatedMatrix
 

@@ -197,11 +197,7 @@ class CudaDriver:
         return -(-byte_size // unit) * unit
 
     def _map(
-        self,
-        device: int,
-        memory: ctypes.c_uint64,
-        size: ctypes.c_size_t,
-        access: tuple[int, ...],
+        self, device: int, memory: ctypes.c_uint64, size: ctypes.c_size_t, access: tuple[int, ...]
     ) -> Allocation:
         """Map created or imported memory for a device, with the first kind of access there is."""
         zero, nowhere = ctypes.c_size_t(0), ctypes.c_uint64(0)

@@ -293,11 +293,7 @@ class TopScores(SelectionPolicy):
 
 
 def verified(
-    cache: ObservedCache,
-    layers: Sequence[int],
-    rows: Rows = Rows.ENDS,
-    *,
-    weights: bool = False,
+    cache: ObservedCache, layers: Sequence[int], rows: Rows = Rows.ENDS, *, weights: bool = False
 ) -> SelectionPolicy:
     """Positions by the attention of rows of the newest round (SpecAttn, section 3.2)."""
     return TopScores(cache, AttentionScores(cache, layers, rows, weights=weights))

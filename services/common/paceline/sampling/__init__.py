@@ -14,13 +14,7 @@ from typing import Any
 from paceline.checks import Checked, ParameterError, as_json, checked, items, require
 from paceline.v1 import sampling_pb2
 
-__all__ = [
-    "CONSTRAINTS",
-    "MAX_LOGIT_BIAS",
-    "MAX_TOKEN_IDS",
-    "Sampling",
-    "token_ids",
-]
+__all__ = ["CONSTRAINTS", "MAX_LOGIT_BIAS", "MAX_TOKEN_IDS", "Sampling", "token_ids"]
 
 CONSTRAINTS = ("json_schema", "regex", "grammar")
 """Parameters that constrain the text; at most one is set."""

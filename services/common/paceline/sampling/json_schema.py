@@ -36,10 +36,7 @@ _ANNOTATIONS = frozenset(
     )
 )
 FORMATS = frozenset(
-    (
-        *("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri"),
-        "uuid",
-    )
+    (*("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri"), "uuid")
 )  # Formats of texts that are enforced. Any other is an annotation.
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),

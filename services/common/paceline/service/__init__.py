@@ -10,11 +10,7 @@ import os
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 from paceline.service.interceptor import Gate, ServiceError, owner_of, user_of
-from paceline.service.options import (
-    OptionsError,
-    ServerOptions,
-    add_server_arguments,
-)
+from paceline.service.options import OptionsError, ServerOptions, add_server_arguments
 from paceline.service.runtime import Service, check_address, configure_logging, run_server
 
 __all__ = [

@@ -116,9 +116,7 @@ def server_credentials(options: ServerOptions) -> grpc.ServerCredentials | None:
         return grpc.ssl_server_credentials([pair])
     check_authorities(options.tls_client_ca)
     return grpc.ssl_server_credentials(
-        [pair],
-        root_certificates=options.tls_client_ca.read_bytes(),
-        require_client_auth=True,
+        [pair], root_certificates=options.tls_client_ca.read_bytes(), require_client_auth=True
     )
 
 
@@ -227,9 +225,7 @@ class ServiceError(Exception):
         )
 
 
-def _pack(
-    message: error_details_pb2.ErrorInfo | error_details_pb2.RetryInfo,
-) -> any_pb2.Any:
+def _pack(message: error_details_pb2.ErrorInfo | error_details_pb2.RetryInfo) -> any_pb2.Any:
     packed = any_pb2.Any()
     packed.Pack(message)
     return packed

@@ -29,12 +29,7 @@ import grpc
 
 from paceline.service import limits
 from paceline.service.connections import max_connections
-from paceline.service.interceptor import (
-    CallInterceptor,
-    OnEnd,
-    request_id,
-    server_credentials,
-)
+from paceline.service.interceptor import CallInterceptor, OnEnd, request_id, server_credentials
 from paceline.service.options import OptionsError, ServerOptions
 from paceline.service.phases import phases
 from paceline.service.tasks import keep_running

@@ -198,11 +198,7 @@ def fail(span: Span, error: BaseException) -> None:
 
 
 def _start(
-    tracer: Tracer,
-    name: str,
-    traceparent: str,
-    attributes: Attributes,
-    began_ns: int | None = None,
+    tracer: Tracer, name: str, traceparent: str, attributes: Attributes, began_ns: int | None = None
 ) -> Span | None:
     parent = remote_context(traceparent)
     if parent is None:

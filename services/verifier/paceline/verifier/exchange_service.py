@@ -96,10 +96,7 @@ class ExchangeService:
 
 
 def serve(
-    service: ExchangeService,
-    options: ServerOptions,
-    registry: CollectorRegistry | None,
-    name: str,
+    service: ExchangeService, options: ServerOptions, registry: CollectorRegistry | None, name: str
 ) -> str:
     """Serve for the rest of the process, on a thread of its own; ``name`` is the service's name in
     traces. Returns the bound address. Raises ``OptionsError`` if it cannot be served."""

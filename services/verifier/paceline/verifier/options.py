@@ -180,11 +180,7 @@ class VerifierOptions:
             raise ValueError(f"gpu_memory is {self.gpu_memory}, expected a share above 0, up to 1")
         if not 0 <= self.node_budget <= MAX_NODES:
             raise ValueError(f"node_budget is {self.node_budget}, expected 0 to {MAX_NODES}")
-        choices = {
-            "schedule": SCHEDULES,
-            "numerics": NUMERICS,
-            "cuda_graphs": CUDA_GRAPHS,
-        }
+        choices = {"schedule": SCHEDULES, "numerics": NUMERICS, "cuda_graphs": CUDA_GRAPHS}
         for name, known in choices.items():
             if (value := getattr(self, name)) not in known:
                 raise ValueError(f"{name} is {value!r}, expected {', '.join(known)}")

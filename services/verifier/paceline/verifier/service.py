@@ -80,11 +80,7 @@ class VerifierService:
         self._gate = Gate()
         self._follow_counts = FollowCounts()
         self.exchange = DraftExchangeServicer(  # the drafter services that have joined
-            model,
-            self.engine,
-            self.store,
-            options.draft_socket,
-            needs_token=needs_token,
+            model, self.engine, self.store, options.draft_socket, needs_token=needs_token
         )
         self.exchange.on_tapped = self._capture_taps
         self._captures: set[asyncio.Task[None]] = set()

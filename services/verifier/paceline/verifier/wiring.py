@@ -93,10 +93,7 @@ def load_model(target: Path, options: VerifierOptions) -> LoadedModel:
         decoder = load_target(model, options, device)
         phases.begin("checking the model")
         info = read_model_info(
-            model,
-            decoder,
-            max_context=options.max_context,
-            lease_seconds=options.lease_seconds,
+            model, decoder, max_context=options.max_context, lease_seconds=options.lease_seconds
         )
         trim()  # what is allocated next would keep what the checks have freed from being returned
         info.message.name = options.model_name or info.message.name
@@ -108,12 +105,7 @@ def load_model(target: Path, options: VerifierOptions) -> LoadedModel:
             scheduler = load_scheduler(
                 decoder, info.message.max_context, options.node_budget, again=again
             )
-        return LoadedModel(
-            decoder,
-            info,
-            threads,
-            scheduler,
-        )
+        return LoadedModel(decoder, info, threads, scheduler)
 
     with ThreadPoolExecutor(1, initializer=_use, initargs=(threads, device)) as pool:
         return pool.submit(load).result()
@@ -125,11 +117,7 @@ def load_target(model: PackedModel, options: VerifierOptions, device: torch.devi
     config = model.description.config.with_kv(options.kv_cache_dtype)
     numerics = numerics_for(config, "auto" if options.numerics == "auto" else "portable")
     decoder = model.decoder(
-        device,
-        options.kv_cache_dtype,
-        options.max_context,
-        numerics,
-        share=options.share_weights,
+        device, options.kv_cache_dtype, options.max_context, numerics, share=options.share_weights
     )
     if device.type == "cuda":
         fixed = options.numerics == "auto"

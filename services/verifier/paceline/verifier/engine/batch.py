@@ -258,12 +258,7 @@ class Batch:
         return result
 
     def _add_entry(
-        self,
-        job: EngineJob,
-        tree: TokenTree,
-        stop: int,
-        logits: slice,
-        scored: slice,
+        self, job: EngineJob, tree: TokenTree, stop: int, logits: slice, scored: slice
     ) -> None:
         sequence = job.sequence
         rows = slice(len(self), len(self) + stop - sequence.committed)

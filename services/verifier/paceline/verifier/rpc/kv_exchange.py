@@ -81,10 +81,7 @@ class StateFeed:
         first = max(begin, overwritten)
         return [
             verifier_pb2.HiddenStates(
-                layer=layer,
-                start=first,
-                count=end - first,
-                data=encode_rows(rows[first - begin :]),
+                layer=layer, start=first, count=end - first, data=encode_rows(rows[first - begin :])
             )
             for layer, rows in zip(self._layers, copies, strict=True)
             if first < end
@@ -249,10 +246,7 @@ class FollowStream:
 
     def _message(self, committed: int, **fields: Any) -> kv_pb2.FollowCacheResponse:
         return kv_pb2.FollowCacheResponse(
-            update_id=self._sent,
-            committed_length=committed,
-            epoch=self._cache.epoch,
-            **fields,
+            update_id=self._sent, committed_length=committed, epoch=self._cache.epoch, **fields
         )
 
     def _chunk(self, index: int, positions: Tensor) -> kv_pb2.KvChunk:
