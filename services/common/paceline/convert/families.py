@@ -68,56 +68,37 @@ class Family:
     """Properties of a family's layers that its config.json does not contain."""
 
     model: str  # prefix of the family's classes in transformers
-
-    # Model type whose configuration in transformers the family has, where transformers has none of
-    # its own; "": its own.
-    reads_as: str = ""
-
-    # Whether the q, k and v projections have a bias; None: the config's `attention_bias`.
+    reads_as: str = ""  # model type that is read instead, where transformers does not know this one
+    # Whether these projections have a bias; None: the config's `attention_bias` or `mlp_bias`.
     qkv_bias: bool | None = None
-
-    # Whether the attention output projection has a bias; None: the config's `attention_bias`.
     o_bias: bool | None = None
-
-    # Queries and keys are RMS-normalised before RoPE: each head, or all heads of a row together;
-    # "": they are not.
+    mlp_bias: bool | None = None
+    # Queries and keys are RMS-normalised before RoPE: each head, all of a row together, or none.
     qk_norm: Literal["", "heads", "rows"] = ""
-
     # Type of every layer; None: the config's `layer_types`. "sliding" applies where the config has
     # a `sliding_window`.
     layer_types: Literal["full", "sliding"] | None = None
-
     # Names of the norms before and after attention, before and after the feed-forward block; "":
     # there is none.
     norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
-
-    # Projections whose rows are queries, keys and values, in this order.
+    # Projections whose rows are queries, keys and values, and gates and ups, in this order.
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
-
-    # Projections whose rows are gates and ups, in this order.
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     norm_offset: float = 0.0  # added to the weight of every norm
     partial_rope: bool = False  # whether the config's `partial_rotary_factor` is followed
     neighbours: bool = False  # RoPE turns neighbouring dimensions, not those half a head apart
     local_rope: bool = False  # sliding layers have a rotary embedding of their own
-
-    # Whether the feed-forward projections have a bias; None: the config's `mlp_bias`.
-    mlp_bias: bool | None = None
     sinks: bool = False  # each query head has a sink: one extra logit in the softmax denominator
     experts: bool = False  # the feed-forward blocks are routed experts
     router_bias: bool = False  # whether the scores of experts have a bias
-
     # Outputs of attention are multiplied by gates, which the q projection has behind the queries of
     # each head.
     gated: bool = False
     interleaved: bool = False  # see :class:`paceline.convert.experts.ExpertTensors`
-
     # Fields of :class:`paceline.decoder.DecoderConfig` by a transformers config.
     switches: Values = _none
     gguf: str = ""  # architecture in GGUF files; "": they are not read
-
-    # Layer parts in GGUF files, where they differ from `GGUF_NAMES`.
-    gguf_names: Mapping[str, str] = field(default_factory=dict)
+    gguf_names: Mapping[str, str] = field(default_factory=dict)  # parts unlike `GGUF_NAMES`
     gguf_rows: bool = False  # the files have the rows of q and k in llama's order
     gguf_values: Values = _none  # fields of the transformers config by a GGUF file's metadata
 

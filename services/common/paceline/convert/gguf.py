@@ -23,7 +23,7 @@ from paceline.convert.folder_files import part_paths
 from paceline.convert.gguf_file import GgufFile, check_format, converts, decode, read_gguf
 from paceline.convert.gguf_tokenizer import GgufTokenizer
 from paceline.convert.model_source import ModelSource, file_facts
-from paceline.convert.weights import Tensors, Weight, fingerprint_files, plain
+from paceline.convert.weights import Tensors, Weight, fingerprint_files, in_order, plain
 from paceline.decoder.config import DecoderConfig, UnsupportedModelError
 from paceline.decoder.remembered import remembered
 from paceline.kernels.linear import PackedMatrix, pack_quantised
@@ -387,8 +387,7 @@ class _Tensors(Tensors[Weight]):
         self._file.release()
         part = stored.split(".")[-2]
         if part in self._heads:
-            order = _hf_rows(found.shape[0], self._heads[part])
-            found = found.rows(order) if isinstance(found, QuantisedMatrix) else found[order]
+            found = in_order(found, _hf_rows(found.shape[0], self._heads[part]))
         if isinstance(found, QuantisedMatrix):
             return found
         return found.to(self._device, self._dtype)
