@@ -14,44 +14,30 @@ Schema = dict[str, Any]
 WHITESPACE = r"[ \n\r\t]{0,32}"
 """White space between two parts of a text: as much as people write, but not without limit."""
 
-_SCHEMAS = frozenset(
-    (
-        *("additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if"),
-        *("items", "not", "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties"),
-    )
-)  # keywords whose value is a schema; that of `items` may be a list of them
+# Keywords whose value is a schema; that of `items` may be a list of them.
+_SCHEMAS = frozenset((
+    "additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if", "items",
+    "not", "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties",
+))  # fmt: skip
 _LISTS = frozenset(("allOf", "anyOf", "oneOf", "prefixItems", "items"))
-_MAPS = frozenset(
-    (
-        *("$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties"),
-        "properties",
-    )
-)
+_MAPS = frozenset((
+    "$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties",
+))  # fmt: skip
 REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")  # keywords that stand for another schema
-
-_ANNOTATIONS = frozenset(
-    (
-        *("$comment", "contentEncoding", "contentMediaType", "contentSchema", "default"),
-        *("deprecated", "description", "example", "examples", "readOnly", "title", "writeOnly"),
-    )
-)
-FORMATS = frozenset(
-    (*("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri"), "uuid")
-)  # Formats of texts that are enforced. Any other is an annotation.
-_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
-    "uniqueItems": (False,),
-    "minItems": (0,),
-    "minLength": (0,),
-    "minProperties": (0,),
-    "not": (False,),
-    "unevaluatedItems": (True, {}),
-    "unevaluatedProperties": (True, {}),
-    "propertyNames": (True, {}, {"type": "string"}),
-    "dependencies": ({},),
-    "dependentRequired": ({},),
-    "dependentSchemas": ({},),
-    "$recursiveAnchor": (False,),
-}  # values of keywords that allow everything
+_ANNOTATIONS = frozenset((
+    "$comment", "contentEncoding", "contentMediaType", "contentSchema", "default", "deprecated",
+    "description", "example", "examples", "readOnly", "title", "writeOnly",
+))  # fmt: skip
+# Formats of texts that are enforced. Any other is an annotation.
+FORMATS = frozenset((
+    "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid",
+))  # fmt: skip
+_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {  # values of keywords that allow everything
+    "uniqueItems": (False,), "minItems": (0,), "minLength": (0,), "minProperties": (0,),
+    "not": (False,), "unevaluatedItems": (True, {}), "unevaluatedProperties": (True, {}),
+    "propertyNames": (True, {}, {"type": "string"}), "dependencies": ({},),
+    "dependentRequired": ({},), "dependentSchemas": ({},), "$recursiveAnchor": (False,),
+}  # fmt: skip
 _NEEDED = {
     "if": ("then", "else"),
     "then": ("if",),
@@ -83,9 +69,7 @@ class SchemaPlace:
     """A schema within a schema."""
 
     schema: Schema  # the object; not copied
-
     pointer: str  # where it is, as the fragment of a reference: "" or "/properties/a"
-
     base: str  # address that its references are relative to, without a fragment; "": none
 
 
