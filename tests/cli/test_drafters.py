@@ -183,8 +183,8 @@ def test_a_folder_is_inspected(tmp_path: Path, capsys: pytest.CaptureFixture[str
     torch = pytest.importorskip("torch")
     from safetensors.torch import save_file
 
-    from paceline.drafter.methods.eagle3 import Eagle3Model
     from paceline.drafter.methods.eagle3.config import eagle3_config
+    from paceline.train.modules import Eagle3Model
 
     (tmp_path / "config.json").write_text(json.dumps(EAGLE3))
     weights = Eagle3Model(eagle3_config(EAGLE3)).state_dict()

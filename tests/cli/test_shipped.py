@@ -11,7 +11,8 @@ from gguf_files import Kind, write_gguf
 
 from paceline.cli import shipped
 from paceline.drafter.methods.checkpoint import TargetRef
-from paceline.drafter.methods.dspark import DSparkConfig, DSparkModel, save_dspark
+from paceline.drafter.methods.dspark import DSparkConfig, save_dspark
+from paceline.train.modules import DSparkModel
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 

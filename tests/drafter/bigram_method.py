@@ -15,9 +15,15 @@ from torch import Tensor
 from paceline.convert import ModelSource
 from paceline.convert.weights import Checkpoint
 from paceline.decoder import UnsupportedModelError
-from paceline.drafter.growth.host import HostGrowth
-from paceline.drafter.growth.sequence import GrownSequence, TreeGrowth
-from paceline.drafter.growth.text import GrownText, TextPasses, TreeSettings
+from paceline.drafter.growth.levels import (
+    HostDraft,
+    HostPass,
+    LevelGrowth,
+    LevelTrees,
+    Passes,
+    TreeShape,
+)
+from paceline.drafter.growth.sequence import GrownSequence, TreeGrowth, TreeSettings
 from paceline.drafter.methods.base import (
     SECTION,
     Drafter,
@@ -39,14 +45,28 @@ class BigramOptions(TreeOptions):
     widths: tuple[int, ...] = (3, 2, 2)
 
 
-class BigramPasses(TextPasses):
+class BigramSequence(GrownSequence):
     """It reads nothing but the text."""
-
-    def __init__(self, text: GrownText) -> None:
-        self.text = text
 
     def prepare(self) -> bool:
         return True
+
+
+class Bigrams:
+    """The model: a table."""
+
+    def __init__(self, table: Tensor) -> None:
+        self.table = table
+
+    def draft_passes(self, batch: Sequence[BigramSequence], shape: TreeShape) -> HostDraft:
+        """One pass, whose rows are the newest tokens."""
+        return HostDraft([HostPass(tokens=[sequence.tokens[-1] for sequence in batch])], [])
+
+    def grow(self, passes: Passes, trees: LevelTrees) -> None:
+        """Look up the newest token of each path."""
+        trees.add_level(self.table[passes.tokens(0)])
+        while trees.grows:
+            trees.add_level(self.table[trees.tokens[:, trees.frontier].flatten()])
 
 
 class BigramDrafter(Drafter):
@@ -58,11 +78,11 @@ class BigramDrafter(Drafter):
     growth: TreeGrowth
 
     def __init__(self, table: Tensor, options: BigramOptions, fit: Fit) -> None:
-        self.table, self.fit = table, fit
+        self.fit = fit
         self.vocab_size, self.max_position = len(table), 1 << 20
         self.settings = TreeSettings.of(self, options)
         self.max_nodes, self.max_depth = self.settings.max_nodes, self.settings.max_depth
-        self.growth = TreeGrowth(HostGrowth(self))
+        self.growth = TreeGrowth(LevelGrowth(Bigrams(table), self.settings))
 
     @classmethod
     def load(
@@ -78,15 +98,8 @@ class BigramDrafter(Drafter):
             raise UnsupportedModelError(f"{folder} has no tensor {TABLE!r}")
         return {"vocabulary": f"{read_fit(folder).vocab_size} tokens"}
 
-    def start(self, generation: GenerationInfo) -> GrownSequence[BigramPasses]:
-        return GrownSequence(self.growth, BigramPasses(GrownText(self.settings, generation)))
-
-    def grow_level(self, growing: Sequence[BigramPasses]) -> None:
-        """Looks up the newest token of each path."""
-        for passes in growing:
-            text, tree = passes.text, passes.text.tree
-            newest = [tree.tokens[node] for node in tree.frontier] if tree.level else []
-            text.grow(self.table[newest or [text.tokens[-1]]])
+    def start(self, generation: GenerationInfo) -> BigramSequence:
+        return BigramSequence(self, generation)
 
 
 def write_bigram(

@@ -27,22 +27,16 @@ from transformers import (
 from paceline.convert import load_config, load_decoder
 from paceline.convert.weights import Checkpoint
 from paceline.decoder import Decoder, LocalCache
-from paceline.drafter.growth.text import chain_blocks
+from paceline.drafter.growth.sequence import chain_blocks
 from paceline.drafter.kv import KvGone
 from paceline.drafter.kv.reader import StreamingReader
 from paceline.drafter.methods import method_class
 from paceline.drafter.methods.base import GenerationInfo, Resources
 from paceline.drafter.methods.checkpoint import TargetRef, load_weights
-from paceline.drafter.methods.dspark import DSparkConfig, DSparkModel, read_dspark, save_dspark
-from paceline.drafter.methods.eagle3 import Eagle3Config, Eagle3Model, read_eagle3, save_eagle3
-from paceline.drafter.methods.layers import DraftModel
-from paceline.drafter.methods.longspec import (
-    LongSpecConfig,
-    LongSpecModel,
-    read_longspec,
-    save_longspec,
-)
-from paceline.drafter.methods.mtp import MtpConfig, MtpModel, save_mtp
+from paceline.drafter.methods.dspark import DSparkConfig, read_dspark, save_dspark
+from paceline.drafter.methods.eagle3 import Eagle3Config, read_eagle3, save_eagle3
+from paceline.drafter.methods.longspec import LongSpecConfig, read_longspec, save_longspec
+from paceline.drafter.methods.mtp import MtpConfig, save_mtp
 from paceline.drafter.methods.mtp.config import load_mtp
 from paceline.kernels import (
     History,
@@ -55,6 +49,8 @@ from paceline.kernels import (
 from paceline.sampling import Sampling
 from paceline.text import sampling_params
 from paceline.train.acceptance import RecordedKv, RecordedStates
+from paceline.train.modules import DSparkModel, Eagle3Model, LongSpecModel, MtpModel
+from paceline.train.modules.layers import DraftModel
 from paceline.tree import TokenTree
 
 VOCAB = 96
@@ -350,72 +346,103 @@ def beam_search(
     widths: Sequence[int],
     logits_after: LogitsAfter,
     adjust: Adjustment = lambda path, logs: logs,
+    nodes: int = 1 << 30,
+    depth: int = 1 << 30,
+    min_survival: float = 0.0,
+    *,
+    penalise_paths: bool = False,
 ) -> dict[tuple[int, ...], float]:
-    """Beam search that runs every path alone: path to log survival."""
+    """The reference of all growth, which runs every path alone: path to log survival.
+
+    Each level keeps the likeliest paths over all its parents. Only nodes that could still be among
+    the ``nodes`` best are expanded.
+    """
     params = sampling_params(sampling)
     tree: dict[tuple[int, ...], float] = {}
     frontier: dict[tuple[int, ...], float] = {(): 0.0}
-    for level, width in enumerate(widths):
+    for level, width in enumerate(widths[:depth]):
         found: dict[tuple[int, ...], float] = {}
         for path, score in frontier.items():
-            scores = filter_logits(logits_after(path), params, History(text, path))
+            history = History(text, path if penalise_paths else ())
+            scores = filter_logits(logits_after(path), params, history)
             if not params.greedy:
-                scores = scores + gumbel_noise_at(
-                    params.seed, len(text) + level, torch.arange(VOCAB)
-                )
+                tokens = torch.arange(len(scores))
+                scores = scores + gumbel_noise_at(params.seed, len(text) + level, tokens)
             logs = adjust(path, scores.log_softmax(0))
-            for token in logs.topk(width).indices.tolist():
+            for token in logs.topk(min(width, len(logs))).indices.tolist():
                 if logs[token] > -torch.inf:
                     found[(*path, token)] = score + float(logs[token])
-        best = sorted(found, key=lambda path: -found[path])[:width]
-        frontier = {path: found[path] for path in best}
-        tree |= frontier
-    return tree
+        likeliest = sorted(found, key=lambda path: -found[path])[:width]
+        tree |= {path: found[path] for path in likeliest}
+        worst = sorted(tree.values(), reverse=True)[nodes - 1 :][:1] or [-math.inf]
+        floor = math.log(min_survival) if min_survival else -math.inf
+        frontier = {
+            path: tree[path] for path in likeliest if tree[path] > worst[0] and tree[path] >= floor
+        }
+    return dict(sorted(tree.items(), key=lambda item: -item[1])[:nodes])
 
 
 def check_tree(tree: TokenTree, expected: dict[tuple[int, ...], float]) -> None:
-    """The tree has the paths of a beam search, with their survival."""
+    """The tree has the paths of a beam search, with their survival, the likeliest first."""
     tree.check(VOCAB)
     assert {tree.path(node) for node in range(len(tree))} == set(expected)
     for node in range(len(tree)):
         survival = math.exp(expected[tree.path(node)])
         assert tree.survivals[node] == pytest.approx(survival, rel=2e-3, abs=1e-6)
+    assert list(tree.survivals) == pytest.approx(sorted(tree.survivals, reverse=True))
 
 
-class DenseLm:
-    """The model `lm` in transformers."""
+class Dense:
+    """A drafter in plain dense PyTorch."""
+
+    def source(self, text: Sequence[int], seed: int) -> Any:
+        """What it reads of the target's, for a text."""
+
+    def tree(
+        self,
+        text: list[int],
+        source: Any,
+        sampling: Sampling,
+        widths: Sequence[int],
+        **limits: Any,
+    ) -> dict[tuple[int, ...], float]:
+        """See :func:`beam_search`."""
+        with torch.inference_mode():
+            return beam_search(text, sampling, widths, *self.rules(text, source, widths), **limits)
+
+    def rules(
+        self, text: list[int], source: Any, widths: Sequence[int]
+    ) -> tuple[LogitsAfter] | tuple[LogitsAfter, Adjustment]:
+        """Logits after a path and, with a confidence head, what it changes."""
+        return (lambda path: self.after(text, path, source),)
+
+    def after(self, text: Sequence[int], path: Sequence[int], source: Any) -> Tensor:
+        """Logits after a drafted path, ``[V]``."""
+        raise NotImplementedError
+
+
+class DenseLm(Dense):
+    """The model `lm` in transformers, whose chains have the penalties of their paths."""
 
     def __init__(self, folder: Path) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
-    def source(self, text: Sequence[int], seed: int) -> None:
-        """It reads nothing of the target's."""
+    def tree(self, *args: Any, **limits: Any) -> dict[tuple[int, ...], float]:
+        return super().tree(*args, penalise_paths=set(args[3]) == {1}, **limits)
 
-    @torch.inference_mode()
-    def tree(
-        self,
-        text: list[int],
-        source: None,
-        sampling: Sampling,
-        widths: Sequence[int],
-    ) -> dict[tuple[int, ...], float]:
-        """See :func:`beam_search`."""
-
-        def logits_after(path: tuple[int, ...]) -> Tensor:
-            logits: Tensor = self.model(torch.tensor([[*text, *path]])).logits[0, -1]
-            return logits
-
-        return beam_search(text, sampling, widths, logits_after)
+    def after(self, text: Sequence[int], path: Sequence[int], source: Any) -> Tensor:
+        logits: Tensor = self.model(torch.tensor([[*text, *path]])).logits[0, -1]
+        return logits
 
 
-class _Dense:
-    """A drafter in plain dense PyTorch, with the target's embedding and head."""
+class DenseDrafter(Dense):
+    """A drafter with the target's embedding and head."""
 
     model: Any
 
     def __init__(self, model: Any, config: Any, dtype: Any, folder: Path, target: Path) -> None:
         self.config = config
-        self._take(model(config), load_weights(folder, config, model, dtype), target)
+        self._take(model(config), load_weights(folder, config, dtype), target)
 
     def _take(self, model: Any, tensors: dict[str, Tensor], target: Path) -> None:
         self.model, self.target = model, target
@@ -425,8 +452,16 @@ class _Dense:
         tied = load_config(target).tied
         self.head = self.embedding if tied else weights["lm_head.weight"]
 
+    def whole(self, scores: Tensor) -> Tensor:
+        """Logits of drafted tokens as those of all, ``[V]``."""
+        if self.model.d2t is None:
+            return scores
+        whole = torch.full((len(self.head),), -torch.inf)
+        whole[self.model.d2t] = scores
+        return whole
 
-class DenseLongSpec(_Dense):
+
+class DenseLongSpec(DenseDrafter):
     """LongSpec, reading ``context`` target positions."""
 
     def __init__(self, folder: Path, target: Path, context: int = 0) -> None:
@@ -437,55 +472,23 @@ class DenseLongSpec(_Dense):
         """The target's KV of a text."""
         return target_kv(self.target, self.config, text)
 
-    @torch.inference_mode()
-    def logits(
-        self,
-        tokens: Sequence[int],
-        positions: Sequence[int],
-        seen: Tensor,
-        kv: FakeKv,
-        committed: int,
-    ) -> Tensor:
-        """Logits ``[S, V]`` of tokens with the mask ``[S, S]``, which all read the same KV."""
+    def after(self, text: Sequence[int], path: Sequence[int], kv: FakeKv) -> Tensor:
+        tokens, committed = [*text, *path], min(kv.committed, len(text) - 1)
         read = torch.zeros(len(tokens), committed, dtype=torch.bool)
         for part in streaming(committed, self.context):
             read[:, part.start : part.stop] = True
         hidden = self.model(
             self.embedding[torch.tensor(tokens)][None],
-            torch.tensor(positions),
-            seen,
+            torch.arange(len(tokens)),
+            window_mask(len(tokens), self.config.window),
             kv.keys[None, :, :committed],
             kv.values[None, :, :committed],
             read,
         )
-        out: Tensor = hidden[0] @ self.head.T
-        if self.config.draft_vocab_size:
-            left_out = torch.ones(out.shape[1], dtype=torch.bool)
-            left_out[self.model.d2t] = False
-            out[:, left_out] = -torch.inf
-        return out
-
-    def after(self, text: Sequence[int], path: Sequence[int], kv: FakeKv, committed: int) -> Tensor:
-        """Logits after a drafted path, ``[V]``, by one pass over all of it."""
-        tokens = [*text, *path]
-        seen = window_mask(len(tokens), self.config.window)
-        return self.logits(tokens, range(len(tokens)), seen, kv, committed)[-1]
-
-    def tree(
-        self,
-        text: list[int],
-        kv: FakeKv,
-        sampling: Sampling,
-        widths: Sequence[int],
-    ) -> dict[tuple[int, ...], float]:
-        """See :func:`beam_search`."""
-        committed = min(kv.committed, len(text) - 1)
-        return beam_search(
-            text, sampling, widths, lambda path: self.after(text, path, kv, committed)
-        )
+        return self.whole(self.model.draft_head(self.head) @ hidden[0, -1])
 
 
-class DenseDSpark(_Dense):
+class DenseDSpark(DenseDrafter):
     """DSpark and DFlash."""
 
     def __init__(self, folder: Path, target: Path) -> None:
@@ -508,9 +511,9 @@ class DenseDSpark(_Dense):
         )
         return hidden[0, 0]
 
-    def after(self, hidden: Tensor, tokens: Sequence[int]) -> tuple[Tensor, float]:
+    def at(self, hidden: Tensor, tokens: Sequence[int]) -> tuple[Tensor, float]:
         """Logits after the anchor and a path, and the log confidence of that position."""
-        levels, drafted = len(tokens), self.model.d2t
+        levels = len(tokens)
         own = self.model.draft_head(self.head) @ hidden[levels - 1] * self.config.logit_factor
         if cap := self.config.logit_cap:
             own = cap * (own / cap).tanh()
@@ -528,36 +531,23 @@ class DenseDSpark(_Dense):
             )
             temperatures = self.config.confidence_temperatures or (1.0,) * levels
             confidence = float(torch.nn.functional.logsigmoid(logit / temperatures[levels - 1]))
-        if drafted is not None:
-            whole = torch.full((len(self.head),), -torch.inf)
-            whole[drafted] = scores
-            scores = whole
-        return scores, confidence
+        return self.whole(scores), confidence
 
-    @torch.inference_mode()
-    def tree(
-        self,
-        text: list[int],
-        states: FakeStates,
-        sampling: Sampling,
-        widths: Sequence[int],
-    ) -> dict[tuple[int, ...], float]:
-        """See :func:`beam_search`."""
-        hidden = self.block(text, states)
-        chain = set(widths) == {1}
+    def rules(
+        self, text: list[int], source: FakeStates, widths: Sequence[int]
+    ) -> tuple[LogitsAfter, Adjustment]:
+        hidden, chain = self.block(text, source), set(widths) == {1}
 
         def adjust(path: tuple[int, ...], logs: Tensor) -> Tensor:
             if self.model.confidence_head is None:
                 return logs
-            change = self.after(hidden, [text[-1], *path])[1] - float(logs.max())
+            change = self.at(hidden, [text[-1], *path])[1] - float(logs.max())
             return logs + (change if chain else min(0.0, change))
 
-        return beam_search(
-            text, sampling, widths, lambda path: self.after(hidden, [text[-1], *path])[0], adjust
-        )
+        return lambda path: self.at(hidden, [text[-1], *path])[0], adjust
 
 
-class DenseFeedback(_Dense):
+class DenseFeedback(DenseDrafter):
     """A drafter whose levels read states: each path by itself, one token after the other."""
 
     def source(self, text: Sequence[int], seed: int) -> FakeStates:
@@ -585,23 +575,7 @@ class DenseFeedback(_Dense):
                 new = tuple(torch.cat(pair, dim=2) for pair in pairs)
             past = new
             hidden, begin = hidden[:, -1:], stop
-        scores: Tensor = self.model.draft_head(self.head) @ out[0, -1]
-        if self.model.d2t is None:
-            return scores
-        whole = torch.full((len(self.head),), -torch.inf)
-        whole[self.model.d2t] = scores
-        return whole
-
-    @torch.inference_mode()
-    def tree(
-        self,
-        text: list[int],
-        states: FakeStates,
-        sampling: Sampling,
-        widths: Sequence[int],
-    ) -> dict[tuple[int, ...], float]:
-        """See :func:`beam_search`."""
-        return beam_search(text, sampling, widths, lambda path: self.after(text, path, states))
+        return self.whole(self.model.draft_head(self.head) @ out[0, -1])
 
 
 class DenseEagle3(DenseFeedback):

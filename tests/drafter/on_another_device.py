@@ -18,8 +18,8 @@ from torch import Tensor
 from paceline.bench.reference import ReferenceKernels
 from paceline.convert import load_decoder
 from paceline.decoder import Decoder
-from paceline.drafter.growth import beam
-from paceline.drafter.growth.beam import Ranked, Ranker
+from paceline.drafter.growth import ranking
+from paceline.drafter.growth.ranking import Ranker
 from paceline.drafter.kv.reader import StateReader
 from paceline.drafter.methods import method_class
 from paceline.drafter.methods.base import (
@@ -57,7 +57,7 @@ from .models import (
 )
 from .mtp_heads import write_target
 
-PERTURBED = beam.perturbed_logits
+PERTURBED = ranking.perturbed_logits
 
 METHODS = {
     "lm": {"widths": "3,2", "min_survival": "0"},
@@ -223,7 +223,7 @@ def test_the_host_waits_once_for_the_trees_of_all_texts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Whatever their depth."""
-    monkeypatch.setattr(beam, "perturbed_logits", perturbed_on_device)
+    monkeypatch.setattr(ranking, "perturbed_logits", perturbed_on_device)
     with another_device():
         trees(drafter_of(name, folders, "other:0"), target, sampling, "other:0")
     assert (TRANSFERS["host"], TRANSFERS["waits"]) == (1, 1)
@@ -271,23 +271,23 @@ def test_candidates_are_selected_on_the_device(sampling: str) -> None:
     logits = torch.randn(3, 600)
     drafted = torch.arange(600) * 2
 
-    def ranked(logits: Tensor) -> Ranked:
+    def ranked(logits: Tensor) -> tuple[Tensor, Tensor]:
         ranker = Ranker(
             params, prompt=[1], output=[], vocab_size=1200, candidates=64, drafted=drafted,
             drafted_on_device=drafted.to(logits.device),
         )  # fmt: skip
-        return ranker.rank(logits, 7, [[], [], []], 4)
+        return ranker.rank(logits, 7, 4)
 
     right = ranked(logits)
     with another_device():
         there = logits.to("other")
         found = ranked(there)
         assert isinstance(there, OnDevice)
-        assert not isinstance(found.ids, OnDevice)
+        assert all(isinstance(each, OnDevice) for each in found)
         with pytest.raises(AssertionError, match="both devices"):
             there + logits
-    assert torch.equal(found.ids, right.ids)
-    torch.testing.assert_close(found.logs, right.logs)
+    assert torch.equal(found[0].inner, right[0])
+    torch.testing.assert_close(found[1].inner, right[1])
 
 
 def test_shared_weights_need_the_cpu(folders: dict[str, Path]) -> None:

@@ -13,13 +13,8 @@ from safetensors.torch import load_file
 
 from paceline.decoder import UnsupportedModelError
 from paceline.drafter.methods.checkpoint import TargetRef, load_weights
-from paceline.drafter.methods.dspark import (
-    DSparkConfig,
-    DSparkModel,
-    Layout,
-    read_dspark,
-    save_dspark,
-)
+from paceline.drafter.methods.dspark import DSparkConfig, Layout, read_dspark, save_dspark
+from paceline.train.modules import DSparkModel
 
 from .models import write_folder
 from .shapes import DSPARK, randomised
@@ -105,7 +100,7 @@ def test_published_layouts_load(tmp_path: Path, layout: Layout) -> None:
     config, dtype = read_dspark(folder, target_layers=4)
     assert config == DSPARK
     assert dtype == torch.bfloat16
-    loaded = load_weights(folder, config, DSparkModel, dtype)
+    loaded = load_weights(folder, config, dtype)
     assert set(weights) - set(loaded) <= {"embed_tokens.weight", "lm_head.weight"}
     assert all(torch.equal(loaded[name], weights[name]) for name in loaded)
     randomised(DSparkModel(config)).load_state_dict(loaded)
@@ -118,7 +113,7 @@ def test_dflash_loads(tmp_path: Path) -> None:
     config, _ = read_dspark(write_folder(tmp_path / "a", DFLASH, weights), target_layers=4)
     assert config == replace(plain, from_anchor=False)
     assert config.levels == 3
-    load_weights(tmp_path / "a", config, DSparkModel, torch.bfloat16)
+    load_weights(tmp_path / "a", config, torch.bfloat16)
     described = {k: v for k, v in DEEPSPEC.items() if k not in (
         "markov_head_type", "confidence_head_with_markov")}  # fmt: skip
     described |= {"markov_rank": 0, "enable_confidence_head": False}
@@ -143,7 +138,7 @@ def test_what_is_written_is_read_back(tmp_path: Path, change: dict[str, Any]) ->
     weights = randomised(DSparkModel(config)).state_dict()
     save_dspark(tmp_path, config, weights, REF, dtype=torch.float32, notes={"steps": 3})
     assert read_dspark(tmp_path) == (config, torch.float32)
-    loaded = load_weights(tmp_path, config, DSparkModel, torch.float32)
+    loaded = load_weights(tmp_path, config, torch.float32)
     assert all(torch.equal(loaded[name], weights[name]) for name in weights)
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
     section = json.loads((tmp_path / "config.json").read_text())["paceline"]
@@ -159,12 +154,10 @@ def test_a_reduced_vocabulary_is_read_back(tmp_path: Path) -> None:
     save_dspark(tmp_path, reduced, weights, REF)
     assert json.loads((tmp_path / "config.json").read_text())["draft_vocab_size"] == 9
     assert read_dspark(tmp_path) == (reduced, torch.bfloat16)
-    assert torch.equal(
-        load_weights(tmp_path, reduced, DSparkModel, torch.bfloat16)["d2t"], weights["d2t"]
-    )
+    assert torch.equal(load_weights(tmp_path, reduced, torch.bfloat16)["d2t"], weights["d2t"])
     save_dspark(tmp_path, reduced, {**weights, "d2t": torch.zeros(9, dtype=torch.int64)}, REF)
     with pytest.raises(UnsupportedModelError, match="expected 9 rising token ids below 50"):
-        load_weights(tmp_path, reduced, DSparkModel, torch.bfloat16)
+        load_weights(tmp_path, reduced, torch.bfloat16)
 
 
 def test_a_written_folder_has_the_fields_of_speculators(tmp_path: Path) -> None:
@@ -238,7 +231,7 @@ def test_other_tensors_are_refused(
     folder = write_folder(tmp_path, SPECULATORS, weights)
     config, dtype = read_dspark(folder)
     with pytest.raises(UnsupportedModelError, match=message):
-        load_weights(folder, config, DSparkModel, dtype)
+        load_weights(folder, config, dtype)
 
 
 def test_impossible_shapes_are_refused() -> None:

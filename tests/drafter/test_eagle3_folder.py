@@ -15,8 +15,9 @@ from paceline.convert.weights import Checkpoint
 from paceline.decoder import UnsupportedModelError
 from paceline.drafter.methods.base import Budget, LoadError
 from paceline.drafter.methods.checkpoint import TargetRef, load_weights
-from paceline.drafter.methods.eagle3 import Eagle3Model, read_eagle3, save_eagle3
+from paceline.drafter.methods.eagle3 import read_eagle3, save_eagle3
 from paceline.drafter.methods.eagle3.config import eagle3_config
+from paceline.train.modules import Eagle3Model
 
 from .models import (
     VOCAB,
@@ -167,7 +168,7 @@ def test_published_layouts_load(tmp_path: Path, layout: str) -> None:
     config, dtype = read_eagle3(folder, target_layers=8)
     assert config == replace(EAGLE3, draft_vocab_size=R, **norms)
     assert dtype == torch.bfloat16
-    loaded = load_weights(folder, config, Eagle3Model, dtype)
+    loaded = load_weights(folder, config, dtype)
     assert torch.equal(loaded["d2t"], IDS)
     for name, tensor in weights.items():
         own = name.removeprefix("model.").replace("midlayer", "layers.0")
@@ -205,7 +206,7 @@ def test_a_folder_of_this_project_is_read_back(tmp_path: Path) -> None:
     weights = {**randomised(Eagle3Model(config)).state_dict(), "d2t": IDS}
     save_eagle3(tmp_path, config, weights, REF, levels=4, dtype=torch.float32, notes={"steps": 3})
     assert read_eagle3(tmp_path) == (config, torch.float32)
-    loaded = load_weights(tmp_path, config, Eagle3Model, torch.float32)
+    loaded = load_weights(tmp_path, config, torch.float32)
     assert all(torch.equal(loaded[name], weights[name]) for name in weights)
     written = json.loads((tmp_path / "config.json").read_text())
     assert written["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
@@ -268,4 +269,4 @@ def test_other_tensors_are_refused(
     folder = write_folder(tmp_path, SPECFORGE, weights)
     config, dtype = read_eagle3(folder, target_layers=8)
     with pytest.raises(UnsupportedModelError, match=message):
-        load_weights(folder, config, Eagle3Model, dtype)
+        load_weights(folder, config, dtype)

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.drafter.growth.sequence import GrownSequence
+from paceline.drafter.growth.observed import TopChunks
 from paceline.drafter.methods.base import Budget, Update
-from paceline.drafter.methods.lm import LmDrafter, LmPasses, TopChunks
+from paceline.drafter.methods.lm import LmDrafter, LmSequence
 
 from .models import VOCAB, greedy, load, start, text_of, write_model
 
@@ -27,7 +27,7 @@ def under(drafter: LmDrafter, budget: int) -> None:
     drafter.options = replace(drafter.options, context=budget)
 
 
-def warmed(drafter: LmDrafter, text: list[int]) -> GrownSequence[LmPasses]:
+def warmed(drafter: LmDrafter, text: list[int]) -> LmSequence:
     """A generation whose prompt is prefilled."""
     sequence = start(drafter, text)
     sequence.warm(len(text))
@@ -43,17 +43,17 @@ def test_a_chain_is_the_sparse_models_own_text(folder: Path, policy: str) -> Non
     seen: list[tuple[int, list[int]]] = []
     for budget, kept in ((24, 2), (40, 0), (30, 1), (11, 2)):
         under(drafter, budget)
-        begin = sequence.passes.cached
+        begin = sequence.cached
         tree = sequence.draft(Budget(3, 3))
-        chosen = sequence.passes.selected.tolist()
+        chosen = sequence.selected.tolist()
         assert len(chosen) <= budget
         assert chosen[-1] == begin - 1
         seen.append((begin, chosen))
-        assert list(tree.tokens) == greedy(folder, sequence.text.tokens, seen, 3)
+        assert list(tree.tokens) == greedy(folder, sequence.tokens, seen, 3)
         other = (tree.tokens[kept] + 1) % VOCAB
         sequence.extend(Update([*tree.tokens[:kept], other, 7]))
-        cached = len(sequence.text.tokens) - 2
-        assert sequence.passes.cached == cached, "the KV of accepted nodes is kept"
+        cached = len(sequence.tokens) - 2
+        assert sequence.cached == cached, "the KV of accepted nodes is kept"
 
 
 @pytest.mark.parametrize("policy", ["streaming", "chunk_topk"])
@@ -62,26 +62,26 @@ def test_what_the_budget_leaves_out_is_dropped(folder: Path, policy: str) -> Non
     options = {"context": "24", "kv_policy": policy, "widths": "1,1,1", "min_survival": "0"}
     drafter = load("lm", folder, keep="budget", **options)
     sequence = warmed(drafter, text_of(600, 4))
-    assert sequence.passes.slots >= 600, "the prompt is read densely"
+    assert sequence.slots >= 600, "the prompt is read densely"
     seen: list[tuple[int, list[int]]] = []
     held = set(range(600))
     for kept in (2, 0, 1, 2):
-        begin = sequence.passes.cached
+        begin = sequence.cached
         tree = sequence.draft(Budget(3, 3))
-        chosen = sequence.passes.positions(begin).tolist()
+        chosen = sequence.positions(begin).tolist()
         assert chosen == sorted(chosen)
         assert 16 < len(chosen) <= 24
         assert chosen[-1] == begin - 1
         assert held >= set(chosen), "nothing that was dropped"
-        assert drafter.kv_slots == sequence.passes.slots == 256
+        assert drafter.kv_slots == sequence.slots == 256
         seen.append((begin, chosen))
-        assert list(tree.tokens) == greedy(folder, sequence.text.tokens, seen, 3)
+        assert list(tree.tokens) == greedy(folder, sequence.tokens, seen, 3)
         held = {*chosen, *range(begin, begin + 8)}
         other = (tree.tokens[kept] + 1) % VOCAB
         sequence.extend(Update([*tree.tokens[:kept], other, 7]))
     for _ in range(70):
         sequence.extend(Update([*sequence.draft(Budget(3, 3)).tokens, 7]))
-        assert drafter.kv_slots == sequence.passes.slots == 256
+        assert drafter.kv_slots == sequence.slots == 256
     sequence.close()
     assert drafter.kv_slots == 0
 

@@ -20,12 +20,12 @@ from paceline.drafter.methods.base import Budget, LoadError, Resources
 from paceline.drafter.methods.checkpoint import TargetEmbedding
 from paceline.drafter.methods.longspec import (
     LongSpecConfig,
-    LongSpecModel,
     TargetRef,
     read_longspec,
     save_longspec,
 )
 from paceline.drafter.methods.longspec.drafter import LongSpecDrafter
+from paceline.train.modules import LongSpecModel
 from paceline.v1 import drafter_pb2
 
 from . import models

@@ -13,8 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.drafter.growth.native import NativeGrowth
-from paceline.drafter.growth.sequence import TreeGrowth
 from paceline.drafter.kv import KvGone
 from paceline.drafter.methods.base import Budget, DraftSequence, GenerationInfo, Update
 from paceline.kernels.draft import NativeDraft
@@ -149,81 +147,6 @@ def test_rotations_reach_the_end_of_a_block(
         assert method.start(text_of(length)).draft(Budget(4, 4))
     assert len(found) == 15
     assert min(found) >= 8
-
-
-BLOCKS: dict[str, dict[str, Any]] = {
-    "all parts": {"markov_rank": 32, "window": 16, "draft_vocab_size": 40, "state_input": True},
-    "DFlash": {"confidence": False, "layers": 2},
-    "no confidences": {"markov_rank": 16, "confidence": False, "window": 300},
-    "confidences alone": {"window": 30, "draft_vocab_size": 96},
-    "temperatures": {"markov_rank": 8, "confidence_temperatures": (0.5, 2.0, 1.5, 3.0)},
-}
-
-
-@pytest.fixture(scope="module")
-def drafted(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Method]:
-    folder = tmp_path_factory.mktemp("blocks")
-    target = write_model(folder / "target")
-    loaded = {}
-    for name, shape in BLOCKS.items():
-        block = write_dspark(folder / name, target, **shape)
-        for widths in ("4,4,4,4", "3,1", "1", "2,9,5"):
-            options = {
-                "widths": widths,
-                "max_nodes": 12,
-                "weights": "int8" if name == "all parts" else "auto",
-            }
-            drafter = models.load("dspark", block, target, **options)
-            loaded[name, widths] = Method(drafter, "states")
-    layer = write_longspec(folder / "layer", target, window=16, draft_vocab_size=40)
-    for widths in ("4,4,4,4", "3,1", "1,1,1", "1,2,9,5"):
-        options = {"widths": widths, "max_nodes": 12, "context": 40}
-        loaded["levels", widths] = Method(models.load("longspec", layer, target, **options), "kv")
-    states = write_eagle3(folder / "states", target, window=30, draft_vocab_size=40, fc_norm=True)
-    head = write_mtp(folder / "head", target, window=30, draft_vocab_size=40)
-    for widths in ("4,4,4,4", "1,1,1", "1,2,9,5"):
-        drafter = models.load("eagle3", states, target, widths=widths, max_nodes=12)
-        loaded["levels with states", widths] = Method(drafter, "states")
-        drafter = models.load("mtp", head, target, widths=widths, max_nodes=12)
-        loaded["a head", widths] = Method(drafter, "states")
-    for widths in ("4,4,4,4", "1,2,9,5"):
-        loaded["lm", widths] = Method(models.load("lm", target, widths=widths, max_nodes=12))
-    return loaded
-
-
-@settings(max_examples=60)
-@given(data=st.data())
-def test_drafts_of_one_native_call_are_those_by_levels(
-    drafted: dict[tuple[str, str], Method], data: Any
-) -> None:
-    method = drafted[data.draw(st.sampled_from(sorted(drafted)))]
-    count = data.draw(st.integers(1, 4))
-    lengths = data.draw(st.lists(st.integers(2, 400), min_size=count, max_size=count))
-    sampling = SAMPLINGS[data.draw(st.sampled_from(["greedy", "T=1"]))]
-    budgets = [Budget(data.draw(st.integers(0, 14)), data.draw(st.integers(0, 5))) for _ in lengths]
-    rounds = [data.draw(st.integers(1, 5)) for _ in lengths]
-
-    def drafts(growth: TreeGrowth) -> list[TokenTree]:
-        method.drafter.growth = growth
-        found = []
-        read = [method.source(length + 4, i) for i, length in enumerate(lengths) if method.field]
-        sources = read or [None] * count
-        texts = [text_of(length, length) for length in lengths]
-        going = [method.start(t, sampling, s) for t, s in zip(texts, sources, strict=True)]
-        for more in (0, 1, 3):
-            for sequence, new in zip(going, rounds, strict=True):
-                sequence.extend(Update(text_of(new + more, new)[:more]))
-            found += method.drafter.draft_many(list(zip(going, budgets, strict=True)))
-        return found
-
-    growth = method.drafter.growth
-    assert isinstance(growth.ways[0], NativeGrowth)
-    try:
-        by_levels = drafts(TreeGrowth(growth.host))
-        for tree, expected in zip(drafts(growth), by_levels, strict=True):
-            check_equal(tree, expected)
-    finally:
-        method.drafter.growth = growth
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +15,9 @@ from longspec_masks import lag_mask, window_mask
 from torch import Tensor
 from torch.nn import functional as F
 
-from paceline.drafter.methods.dspark import MARKOV_HEADS, ConfidenceHead, DSparkModel, MarkovHead
-from paceline.drafter.methods.eagle3 import Eagle3Model
-from paceline.drafter.methods.longspec import LongSpecModel
+from paceline.drafter.methods.dspark import MARKOV_HEADS, ConfidenceHead, MarkovHead
 from paceline.kernels import streaming
+from paceline.train.modules import DSparkModel, Eagle3Model, LongSpecModel
 
 from .shapes import DSPARK, EAGLE3, LONGSPEC, randomised
 
@@ -125,6 +125,24 @@ PARTS: dict[str, dict[str, Any]] = {
     "causal": {"causal": (True, True)},
     "DFlash 2": {"conv": (2, 8), "window": 3},
 }
+
+
+def trained_models() -> Iterator[Any]:
+    """A model of each kind of drafter, with all its parts."""
+    heads = {"markov_head": "product", "draft_vocab_size": 9}
+    for change in (*PARTS.values(), heads, {"confidence_markov": False}, {"confidence": False}):
+        if change == {"confidence": False}:
+            change = {**change, "confidence_markov": False, "markov_rank": 0}
+        yield DSparkModel(replace(DSPARK, **change))
+    for norms in EAGLE3_NORMS.values():
+        yield Eagle3Model(replace(EAGLE3, **norms))
+    yield LongSpecModel(LONGSPEC)
+
+
+def test_a_folder_has_the_tensors_of_the_model_that_was_trained() -> None:
+    for model in trained_models():
+        shapes = {name: tuple(t.shape) for name, t in model.named_parameters()}
+        assert model.config.tensors() == shapes
 
 
 @pytest.mark.parametrize("parts", PARTS)

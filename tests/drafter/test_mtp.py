@@ -225,20 +225,6 @@ def test_an_inspection_says_which_heads_were_found(targets: dict[str, Path]) -> 
     assert found.facts["heads"] == "3, as in DeepSeek-V3 in the target's own files"
 
 
-def test_a_trained_head_is_read_back(tmp_path: Path) -> None:
-    """Its trees are those of the module that was trained, with the target's final norm."""
-    target = models.write_model(tmp_path / "target", "qwen3")
-    shape = {"draft_vocab_size": 40, "qk_norm": True, "window": 20}
-    models.write_mtp(tmp_path / "head", target, 1, **shape)
-    drafter = models.load("mtp", tmp_path / "head", target, widths="4,4", min_survival=0)
-    assert drafter.shape.window == 20
-    dense = models.DenseMtp(tmp_path / "head", target)
-    states = made_up_states(drafter.shape, 50)
-    text = text_of(51)
-    tree = models.start(drafter, text, states).draft(Budget(8, 2))
-    check_tree(tree, dense.tree(text, states, GREEDY, (4, 4)))
-
-
 def test_the_command_line_reads_the_heads_of_its_target(
     tmp_path: Path, targets: dict[str, Path]
 ) -> None:

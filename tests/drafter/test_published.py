@@ -18,8 +18,9 @@ import torch
 from paceline.decoder import UnsupportedModelError
 from paceline.drafter.growth.native import NativeGrowth
 from paceline.drafter.methods.base import Budget
-from paceline.drafter.methods.dspark import DSparkConfig, DSparkModel
+from paceline.drafter.methods.dspark import DSparkConfig
 from paceline.drafter.methods.dspark.config import dspark_config
+from paceline.train.modules import DSparkModel
 
 from .models import (
     SAMPLINGS,

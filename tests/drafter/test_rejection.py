@@ -101,8 +101,8 @@ def test_dspark_draws_with_its_heads(tmp_path: Path) -> None:
     for place, proposal in enumerate(tree.proposals):
         path = list(tree.tokens[:place])
         with torch.inference_mode():
-            logits, confidence = dense.after(hidden, [text[-1], *path])
-        history = History(text, path)
+            logits, confidence = dense.at(hidden, [text[-1], *path])
+        history = History(text)
         assert_truncated(proposal, filter_logits(logits, sampling_params(REJECTION), history))
         assert proposal.draw(REJECTION.key, len(text) + place) == tree.tokens[place]
         assert tree.confidences[place] == pytest.approx(math.exp(confidence), rel=1e-3)

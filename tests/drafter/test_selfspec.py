@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 
 from paceline.convert import weights_fingerprint
-from paceline.drafter.growth.sequence import GrownSequence
 from paceline.drafter.methods.base import Budget, GenerationInfo, Update
 from paceline.drafter.methods.selfspec import (
     MAX_NEW_TOKENS,
     SelfSpecDrafter,
-    SelfSpecPasses,
+    SelfSpecSequence,
 )
 from paceline.kernels import streaming
 
@@ -31,11 +30,9 @@ def load(folder: Path, **options: Any) -> SelfSpecDrafter:
     return drafter
 
 
-def start(
-    drafter: SelfSpecDrafter, text: list[int], committed: int
-) -> GrownSequence[SelfSpecPasses]:
+def start(drafter: SelfSpecDrafter, text: list[int], committed: int) -> SelfSpecSequence:
     kv = recorded_kv(drafter.decoder, text, committed)
-    sequence: GrownSequence[SelfSpecPasses] = models.start(drafter, text, kv)
+    sequence: SelfSpecSequence = models.start(drafter, text, kv)
     return sequence
 
 

@@ -1,13 +1,18 @@
-"""Trees of ``lm``, ``longspec``, ``dspark`` and ``eagle3`` against dense beam searches."""
+"""Trees of all methods with a model against dense beam searches."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from paceline.drafter.growth.chain import ChainGrowth
+from paceline.drafter.growth.levels import LevelGrowth
 from paceline.drafter.methods.base import Budget, Update
 
 from .models import (
@@ -17,6 +22,7 @@ from .models import (
     DenseEagle3,
     DenseLm,
     DenseLongSpec,
+    DenseMtp,
     check_tree,
     load,
     made_up_states,
@@ -27,6 +33,7 @@ from .models import (
     write_eagle3,
     write_longspec,
     write_model,
+    write_mtp,
 )
 
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -88,6 +95,10 @@ CASES = {
             "norm_before_residual": True, "norm_before_fc": True, "qk_norm": True,
         },
     ),
+    "mtp": Case("mtp", "qwen3", drafter={"draft_vocab_size": 40, "qk_norm": True, "window": 20}),
+    "dspark, temperatures": Case(
+        "dspark", drafter={"markov_rank": 8, "confidence_temperatures": (0.5, 2.0, 1.5, 3.0)}
+    ),
     "dflash, yarn": Case(
         "dspark", "qwen3", {"rope_parameters": {"rope_theta": 1e4, **_YARN}},
         {"confidence": False, "from_anchor": False, "block": 5},
@@ -110,6 +121,9 @@ class Pair:
         elif case.method == "dspark":
             write_dspark(self.folder, self.target, 1, **case.drafter)
             self.dense = DenseDSpark(self.folder, self.target)
+        elif case.method == "mtp":
+            write_mtp(self.folder, self.target, 1, **case.drafter)
+            self.dense = DenseMtp(self.folder, self.target)
         elif case.method == "eagle3":
             write_eagle3(self.folder, self.target, 1, **case.drafter)
             self.dense = DenseEagle3(self.folder, self.target)
@@ -117,8 +131,10 @@ class Pair:
             self.folder, self.target = self.target, None
             self.dense = DenseLm(self.folder)
 
-    def load(self, **options: Any) -> Any:
-        options = {"min_survival": 0, "max_nodes": 64, **options}
+    @cache  # noqa: B019 - of a fixture of this module
+    def load(self, widths: str, context: int | None = None, least: float = 0) -> Any:
+        options = {"context": context} if context and self.method == "longspec" else {}
+        options |= {"widths": widths, "min_survival": least, "max_nodes": 64}
         return load(self.method, self.folder, self.target, **options)
 
 
@@ -134,47 +150,58 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return pair
 
 
-@pytest.mark.parametrize(
-    ("widths", "context"), [("4,4,4", None), ("2,5", 1024), ("1,1,1,1", 5), ("1,1,3,2", 20)]
-)
-@pytest.mark.parametrize("name", CASES)
-def test_trees_equal_a_dense_beam_search(
-    pairs: Any, name: str, widths: str, context: int | None
-) -> None:
-    """With all samplings, for texts shorter and longer than the window.
+LENGTHS = (2, 4, 17, 40, 90)  # shorter and longer than the windows
 
-    Depth 4 is that of the blocks, whose last width repeats; LongSpec reads a budget of target KV,
-    by default all where it is mapped.
-    """
+
+@pytest.mark.parametrize("name", CASES)
+@settings(max_examples=25)
+@given(data=st.data())
+def test_trees_equal_a_dense_beam_search(pairs: Any, name: str, data: Any) -> None:
+    """In every way that takes the text: in one native call, by levels, or as a chain."""
     pair = pairs(name)
+    widths, context = data.draw(
+        st.sampled_from([("4,4,4", None), ("2,5", 1024), ("1,1,1,1", 5), ("1,1,3,2", 20)])
+    )
+    least = data.draw(st.sampled_from([0, 0.03, 0.2]))
+    drafter = pair.load(widths, context, least)
     levels = [int(width) for width in widths.split(",")]
-    options: dict[str, Any] = {"widths": widths}
+    if pair.method == "dspark":
+        levels += levels[-1:] * (4 - len(levels))
+        assert drafter.max_depth == pair.dense.config.levels == 4
     if pair.method == "longspec":
         pair.dense.context = context or 0
-        options |= {"context": context} if context else {}
-    drafter = pair.load(**options)
-    if pair.method == "dspark":
-        levels = [levels[min(i, len(levels) - 1)] for i in range(4)]
-        assert drafter.max_depth == pair.dense.config.levels == 4
-    for seed, (length, sampling) in enumerate(zip((2, 4, 17, 40, 90), SAMPLINGS, strict=True)):
-        text = text_of(length, seed)
-        source = pair.dense.source(text, seed)
-        tree = start(drafter, text, source, SAMPLINGS[sampling]).draft(Budget(64, 64))
-        check_tree(tree, pair.dense.tree(text, source, SAMPLINGS[sampling], levels))
+    seed = data.draw(st.integers(0, 4))
+    budget = Budget(data.draw(st.sampled_from([64, 5, 1])), data.draw(st.sampled_from([64, 3, 1])))
+    text, sampling = (
+        text_of(LENGTHS[seed], seed),
+        SAMPLINGS[data.draw(st.sampled_from(list(SAMPLINGS)))],
+    )
+    source = pair.dense.source(text, seed)
+    limits = {"nodes": budget.nodes, "depth": budget.depth, "min_survival": least}
+    expected = pair.dense.tree(text, source, sampling, levels, **limits)
+    ways = [way for way in drafter.growth.ways if way.takes(start(drafter, text, source, sampling))]
+    assert isinstance(ways[-1], LevelGrowth)
+    if isinstance(ways[0], ChainGrowth):  # whose penalties are those of its path
+        del ways[1:]
+    for way in ways:
+        sequence = start(drafter, text, source, sampling)
+        if way.takes(sequence):
+            sequence.way = way
+            check_tree(sequence.draft(budget), expected)
 
 
 @pytest.mark.parametrize("method", ["longspec", "dspark"])
 def test_a_drafter_tells_which_tokens_it_can_draft(pairs: Any, method: str) -> None:
     reduced = pairs(f"{method}, reduced vocabulary")
-    tokens = reduced.load(widths="2").drafted_tokens
+    tokens = reduced.load("2").drafted_tokens
     assert tokens is not None
     assert tokens.tolist() == reduced.dense.model.d2t.tolist()
-    assert pairs(f"{method}, window").load(widths="2").drafted_tokens is None
+    assert pairs(f"{method}, window").load("2").drafted_tokens is None
 
 
 def test_the_budget_of_target_kv_may_change_between_rounds(pairs: Any) -> None:
     pair = pairs("longspec, window")
-    drafter, dense, text = pair.load(widths="2,2"), pair.dense, text_of(60, 3)
+    drafter, dense, text = pair.load("2,2"), pair.dense, text_of(60, 3)
     kv = target_kv(pair.target, dense.config, [*text, 5, 6, 7])
     kv.committed = len(text) - 1
     sequence = start(drafter, text, kv)
@@ -192,36 +219,14 @@ def test_hidden_states_older_than_the_window_are_not_read(pairs: Any) -> None:
     window = pair.dense.config.window
     states = made_up_states(pair.dense.config, 899)
     states.spoil(0, 899 - window)
-    sequence = start(pair.load(widths=4, max_nodes=16), text_of(900), states)
-    before = sequence.passes.cache.layer(0)[0].nbytes
+    sequence = start(pair.load("4"), text_of(900), states)
+    before = sequence.cache.layer(0)[0].nbytes
     assert sequence.backlog == window
     assert len(sequence.draft(Budget(16, 4))) > 4
-    assert sequence.passes.cache.layer(0)[0].nbytes == before
+    assert sequence.cache.layer(0)[0].nbytes == before
 
 
 def test_missing_states_do_not_prevent_a_draft(pairs: Any) -> None:
     pair = pairs("dspark, window")
     states = made_up_states(pair.dense.config, 99, window=5)
-    assert start(pair.load(widths=4), text_of(100), states).draft(Budget(16, 4))
-
-
-@pytest.mark.parametrize("name", ["lm, llama", "longspec, window", "dspark, window"])
-def test_a_small_tree_has_the_likeliest_nodes(pairs: Any, name: str) -> None:
-    pair = pairs(name)
-    drafter, text = pair.load(widths="4,4,4,4", max_nodes=16), text_of(30)
-    source = pair.dense.source(text, 0)
-    for nodes, depth in ((1, 4), (5, 4), (16, 1), (16, 3), (7, 2)):
-        tree, whole = (
-            start(drafter, text, source).draft(Budget(count, depth)) for count in (nodes, 16)
-        )
-        likeliest = sorted((whole.survivals[node] for node in range(len(whole))), reverse=True)
-        found = [tree.survivals[node] for node in range(len(tree))]
-        assert found == pytest.approx(likeliest[:nodes])
-
-
-def test_unlikely_nodes_are_not_expanded(pairs: Any) -> None:
-    pair, text = pairs("lm, llama"), text_of(30)
-    tree = start(pair.load(min_survival=0.2), text).draft(Budget(16, 4))
-    inner = {parent for parent in tree.parents if parent >= 0}
-    assert all(tree.survivals[node] >= 0.2 for node in inner)
-    assert start(pair.load(min_survival=1), text).draft(Budget(16, 4)).depth == 1
+    assert start(pair.load("4"), text_of(100), states).draft(Budget(16, 4))

@@ -13,15 +13,11 @@ from transformers import AutoModelForCausalLM
 
 from paceline.bench.services import kv_segments
 from paceline.client import Client, DraftOptions, GenerationResult
-from paceline.drafter.methods.dspark import DSparkConfig, DSparkModel, save_dspark
-from paceline.drafter.methods.eagle3 import Eagle3Config, Eagle3Model, save_eagle3
-from paceline.drafter.methods.longspec import (
-    LongSpecConfig,
-    LongSpecModel,
-    TargetRef,
-    save_longspec,
-)
-from paceline.drafter.methods.mtp import MtpConfig, MtpModel, save_mtp
+from paceline.drafter.methods.dspark import DSparkConfig, save_dspark
+from paceline.drafter.methods.eagle3 import Eagle3Config, save_eagle3
+from paceline.drafter.methods.longspec import LongSpecConfig, TargetRef, save_longspec
+from paceline.drafter.methods.mtp import MtpConfig, save_mtp
+from paceline.train.modules import DSparkModel, Eagle3Model, LongSpecModel, MtpModel
 from paceline.v1 import verifier_pb2, verifier_pb2_grpc
 
 THREADS = {"OMP_NUM_THREADS": "1"}

@@ -8,15 +8,10 @@ import pytest
 import torch
 from gguf_files import as_file
 
-from paceline.drafter.methods.dspark import DSparkConfig, DSparkModel, save_dspark
-from paceline.drafter.methods.eagle3 import Eagle3Config, Eagle3Model, save_eagle3
-from paceline.drafter.methods.longspec import (
-    LongSpecConfig,
-    LongSpecModel,
-    TargetRef,
-    save_longspec,
-)
-from paceline.drafter.methods.mtp import MtpConfig, MtpModel, save_mtp
+from paceline.drafter.methods.dspark import DSparkConfig, save_dspark
+from paceline.drafter.methods.eagle3 import Eagle3Config, save_eagle3
+from paceline.drafter.methods.longspec import LongSpecConfig, TargetRef, save_longspec
+from paceline.drafter.methods.mtp import MtpConfig, save_mtp
 from paceline.train import drafters as training
 from paceline.train.corpus import (
     Corpus,
@@ -26,6 +21,7 @@ from paceline.train.corpus import (
     train_tokenizer,
 )
 from paceline.train.model import build_model, save_model
+from paceline.train.modules import DSparkModel, Eagle3Model, LongSpecModel, MtpModel
 from paceline.train.presets import LM_PRESETS, Preset, Stage
 from paceline.train.run import Run
 

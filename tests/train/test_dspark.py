@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.convert import load_config, load_decoder, open_model
-from paceline.drafter.methods.dspark import DSparkConfig, DSparkModel
+from paceline.drafter.methods.dspark import DSparkConfig
 from paceline.kernels.sampling import SamplingParams
 from paceline.train.batches import PADDING, Answers
 from paceline.train.dspark import (
@@ -25,6 +25,7 @@ from paceline.train.dspark import (
     weighted_loss,
     whole_blocks,
 )
+from paceline.train.modules import DSparkModel
 from paceline.train.own_text import Task, write_texts
 from paceline.train.recipes.dspark import DSparkPreset
 from paceline.train.signals import Signals, TappedTarget

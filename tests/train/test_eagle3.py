@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.drafter.methods.eagle3 import Eagle3Config, Eagle3Model
-from paceline.drafter.methods.mtp import MtpConfig, MtpModel
+from paceline.drafter.methods.eagle3 import Eagle3Config
+from paceline.drafter.methods.mtp import MtpConfig
 from paceline.train.batches import Answers
+from paceline.train.modules import Eagle3Model, MtpModel
 from paceline.train.recipes.eagle3 import Eagle3Preset
 from paceline.train.signals import Signals
 from paceline.train.unrolled import SignalUnrolledLoss, TrainingRows, Unrolled, depth_weights

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from longspec_masks import lag_mask, window_mask
 from torch.nn import functional as F
 
-from paceline.drafter.methods.layers import apply_rope
-from paceline.drafter.methods.longspec import LongSpecConfig, LongSpecModel
+from paceline.drafter.methods.longspec import LongSpecConfig
 from paceline.kernels import SINKS, streaming
 from paceline.train import longspec as training
 from paceline.train.batches import PADDING
 from paceline.train.longspec import CHUNK, LaggedLayer, divergence, offset_positions
+from paceline.train.modules import LongSpecModel
+from paceline.train.modules.layers import apply_rope
 from paceline.train.presets import Plan, Stage
 from paceline.train.recipes.longspec import LONGSPEC_PRESETS
 from paceline.train.signals import Signals

@@ -89,7 +89,8 @@ def drafter(method: str) -> None:
         heads._w2 = SimpleNamespace(weight=head.markov_w2.weight, packed=None)
     launch_on_cpu()
     settings = replace(made.settings, drafted_on_device=made.settings.drafted)
-    as_on_a_gpu(DraftGraphs(made, settings)).warm_up()
+    slots = made.needs.kv_budget
+    as_on_a_gpu(DraftGraphs(made.layers, settings, method, slots)).warm_up()
 
 
 def launch_on_cpu() -> None:

@@ -37,8 +37,8 @@ from stub_driver import StubDriver
 
 from paceline.decoder import Decoder, DeviceLost
 from paceline.drafter.growth import graphs
-from paceline.drafter.growth.device import DeviceGrowth
 from paceline.drafter.growth.graphs import DraftGraphs
+from paceline.drafter.growth.levels import LevelGrowth
 from paceline.drafter.growth.sequence import TreeGrowth
 from paceline.drafter.kv import KvGone
 from paceline.drafter.kv.cuda import CudaKv, CudaStates
@@ -194,10 +194,9 @@ def on_triton(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[bool]]:
         if (head := getattr(heads, "_markov", None)) is not None:
             heads._w2 = SimpleNamespace(weight=head.markov_w2.weight, packed=None)
         monkeypatch.setattr(graphs, "FED", (4,))
-        settings = replace(drafter.settings, drafted_on_device=drafter.settings.drafted)
-        drafter.settings, captured = settings, DraftGraphs(drafter, settings)
-        growth = DeviceGrowth(drafter, settings, kernels=False, graphs=captured)
-        drafter.growth = TreeGrowth(drafter.growth.host, growth)
+        captured = graphs_without_gpu(drafter)
+        growth = LevelGrowth(drafter.layers, drafter.settings, captured)
+        drafter.growth = TreeGrowth(growth)
         run, replayed = captured.run, []
 
         def recorded(*args: Any) -> Any:
@@ -209,6 +208,12 @@ def on_triton(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[bool]]:
         return replayed
 
     return use
+
+
+def graphs_without_gpu(drafter: Any) -> DraftGraphs:
+    drafter.settings = replace(drafter.settings, drafted_on_device=drafter.settings.drafted)
+    slots = drafter.needs.kv_budget
+    return DraftGraphs(drafter.layers, drafter.settings, drafter.method, slots)
 
 
 def graphs_of(drafter: Any) -> Any:
@@ -362,8 +367,7 @@ def test_a_text_whose_cache_was_released_during_a_draft_is_dropped(
 def test_a_start_captures_a_graph_for_each_size_and_choice(folders: dict[str, Path]) -> None:
     """Each takes time of a start: few enough."""
     drafter = drafter_of("dspark, causal", folders)
-    settings = replace(drafter.settings, drafted_on_device=drafter.settings.drafted)
-    captured = DraftGraphs(drafter, settings)
+    captured = graphs_without_gpu(drafter)
     captured.warm_up()
     assert len(captured) == 36
 
@@ -374,8 +378,7 @@ def test_products_of_quantised_weights_are_compiled_for_each_size(
 ) -> None:
     """Their tiles depend on the number of rows. Others need the largest size of each choice."""
     drafter = drafter_of("dspark, causal", folders)
-    settings = replace(drafter.settings, drafted_on_device=drafter.settings.drafted)
-    captured, compiled = DraftGraphs(drafter, settings), list[Any]()
+    captured, compiled = graphs_without_gpu(drafter), list[Any]()
     monkeypatch.setattr(captured._capturing, "compile", compiled.extend)
     monkeypatch.setattr(drafter.layers, "bits", bits)
     captured.warm_up()

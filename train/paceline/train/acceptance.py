@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.decoder import Decoder, LocalCache
-from paceline.drafter.growth.text import chain_blocks
+from paceline.drafter.growth.sequence import chain_blocks
 from paceline.drafter.kv.reader import StateReader, StreamingReader
 from paceline.drafter.methods.base import Budget, Drafter, GenerationInfo, Update
 from paceline.kernels import plan_trees

@@ -24,7 +24,7 @@ from paceline.drafter.inspection import method_of_folder
 from paceline.drafter.methods import method_class
 from paceline.drafter.methods.base import LoadError
 from paceline.drafter.methods.checkpoint import CONFIG_FILE, TargetRef, check_target, read_fit
-from paceline.drafter.methods.layers import DraftModel, LayerShape
+from paceline.drafter.methods.layers import LayerShape
 from paceline.kernels import processor_name
 from paceline.kernels.sampling import SamplingParams
 from paceline.service.cpus import usable_cpus
@@ -33,6 +33,7 @@ from paceline.train.batches import Batches, Rows
 from paceline.train.calibration import Chain
 from paceline.train.corpus import Corpus, encode_all, load_tokenizer
 from paceline.train.loop import Loss, Optimizer, train
+from paceline.train.modules.layers import DraftModel
 from paceline.train.own_text import Task, own_texts, write_texts
 from paceline.train.phases import Phase
 from paceline.train.presets import Plan

@@ -13,13 +13,14 @@ from torch.nn import functional as F
 
 from paceline.convert import ModelSource, load_decoder, open_model
 from paceline.drafter.methods.checkpoint import load_weights
-from paceline.drafter.methods.dspark import DSparkConfig, DSparkModel, read_dspark, save_dspark
+from paceline.drafter.methods.dspark import DSparkConfig, read_dspark, save_dspark
 from paceline.train.batches import PADDING, Answers, Batches, Rows
 from paceline.train.blocks import store_blocks
 from paceline.train.calibration import fit_temperatures
 from paceline.train.conversations import OwnTexts
 from paceline.train.drafters import Heldout, LayerDrafterModel, Objective, parameters
 from paceline.train.loop import Loss
+from paceline.train.modules import DSparkModel
 from paceline.train.presets import Plan
 from paceline.train.recipes.dspark import DSparkPreset
 from paceline.train.signals import Signals, TappedTarget
@@ -378,7 +379,7 @@ class DSparkTrainer(LayerTrainer[DSparkPreset, DSparkDrafterModel]):
     def read(self, folder: Path, device: str) -> DSparkDrafterModel:
         config, _ = read_dspark(folder)
         model = DSparkModel(config)
-        model.load_state_dict(load_weights(folder, config, DSparkModel, torch.float32))
+        model.load_state_dict(load_weights(folder, config, torch.float32))
         return DSparkDrafterModel(self.target, model.to(device), config.levels)
 
     def text_loss(

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from paceline.convert import ModelSource
 from paceline.drafter.methods.checkpoint import load_weights
-from paceline.drafter.methods.eagle3 import Eagle3Config, Eagle3Model, read_eagle3, save_eagle3
+from paceline.drafter.methods.eagle3 import Eagle3Config, read_eagle3, save_eagle3
 from paceline.train.batches import Batches, Rows
 from paceline.train.blocks import store_blocks
 from paceline.train.conversations import OwnTexts
 from paceline.train.drafters import LayerDrafterModel, Objective, parameters, trained_levels
 from paceline.train.loop import Loss
+from paceline.train.modules import Eagle3Model
 from paceline.train.presets import Plan
 from paceline.train.recipes.eagle3 import Eagle3Preset
 from paceline.train.signals import Signals
@@ -68,7 +69,7 @@ class Eagle3Trainer(LayerTrainer[Eagle3Preset, Eagle3DrafterModel]):
     def read(self, folder: Path, device: str) -> Eagle3DrafterModel:
         config, _ = read_eagle3(folder)
         model = Eagle3Model(config)
-        model.load_state_dict(load_weights(folder, config, Eagle3Model, torch.float32))
+        model.load_state_dict(load_weights(folder, config, torch.float32))
         return Eagle3DrafterModel(self.target, model.to(device), trained_levels(folder))
 
     def text_loss(

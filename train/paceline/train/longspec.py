@@ -15,14 +15,7 @@ from transformers import DynamicCache
 from paceline.convert import ModelSource
 from paceline.convert.weights import Checkpoint
 from paceline.decoder import Decoder
-from paceline.drafter.methods.layers import apply_rope, split_heads
-from paceline.drafter.methods.longspec import (
-    LongSpecConfig,
-    LongSpecModel,
-    read_longspec,
-    save_longspec,
-)
-from paceline.drafter.methods.longspec.module import DenseLongSpecLayer
+from paceline.drafter.methods.longspec import LongSpecConfig, read_longspec, save_longspec
 from paceline.kernels import SINKS
 from paceline.train.batches import PADDING, Batches, Prefixes, Rows
 from paceline.train.blocks import store_blocks
@@ -39,6 +32,9 @@ from paceline.train.drafters import (
 )
 from paceline.train.loop import Loss
 from paceline.train.model import load_model
+from paceline.train.modules import LongSpecModel
+from paceline.train.modules.layers import apply_rope, split_heads
+from paceline.train.modules.longspec import DenseLongSpecLayer
 from paceline.train.presets import Plan
 from paceline.train.recipes.longspec import LongSpecPreset
 from paceline.train.run import Run

@@ -15,13 +15,14 @@ from paceline.convert.folder_files import read_object
 from paceline.convert.pack import read_norm
 from paceline.drafter.methods.base import SECTION
 from paceline.drafter.methods.checkpoint import CONFIG_FILE
-from paceline.drafter.methods.mtp import MtpConfig, MtpModel, save_mtp
+from paceline.drafter.methods.mtp import MtpConfig, save_mtp
 from paceline.drafter.methods.mtp.config import load_mtp
 from paceline.train.batches import Batches, Rows
 from paceline.train.blocks import store_blocks
 from paceline.train.conversations import OwnTexts
 from paceline.train.drafters import LayerDrafterModel, Objective, parameters
 from paceline.train.loop import Loss
+from paceline.train.modules import MtpModel
 from paceline.train.presets import Plan
 from paceline.train.recipes.mtp import MtpPreset
 from paceline.train.signals import Signals

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline.convert import ModelSource, load_decoder, open_model
-from paceline.drafter.methods.feedback_model import FeedbackModel
 from paceline.train.batches import Answers, Batches, Rows
 from paceline.train.conversations import OwnTexts
 from paceline.train.drafters import LayerDrafterModel, Objective
 from paceline.train.longspec import divergence
 from paceline.train.loop import Loss
+from paceline.train.modules.feedback import FeedbackModel
 from paceline.train.presets import UnrolledPreset
 from paceline.train.signals import Signals, TappedTarget
 

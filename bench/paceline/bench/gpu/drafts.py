@@ -175,7 +175,7 @@ def parts(drafter: Any, sequences: int) -> dict[str, Any]:
     """Time of the replay of a draft, and its kernels: milliseconds, microseconds and number."""
     from torch.profiler import ProfilerActivity, profile
 
-    graph = drafter.growth.ways[0].graphs.graph(sequences, FED[0], NOISES[0])
+    graph = drafter.growth.ways[-1].graphs.graph(sequences, FED[0], NOISES[0])
     times = []
     for _ in range(20):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

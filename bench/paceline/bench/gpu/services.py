@@ -214,9 +214,10 @@ def config_fields(config: DecoderConfig) -> dict[str, Any]:
 def write_drafters(folder: Path, target: Path, config: DecoderConfig) -> dict[str, str]:
     """Write random drafters of the target's shape; returns their specifications by name."""
     from paceline.drafter.methods.checkpoint import TargetRef
-    from paceline.drafter.methods.dspark import DSparkConfig, DSparkModel, save_dspark
+    from paceline.drafter.methods.dspark import DSparkConfig, save_dspark
     from paceline.drafter.methods.layers import DRAFT_TOKENS
-    from paceline.drafter.methods.longspec import LongSpecConfig, LongSpecModel, save_longspec
+    from paceline.drafter.methods.longspec import LongSpecConfig, save_longspec
+    from paceline.train.modules import DSparkModel, LongSpecModel
 
     reference = TargetRef.of(target)
     count = min(DRAFTED, config.vocab_size // 2)

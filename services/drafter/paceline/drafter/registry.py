@@ -33,8 +33,8 @@ logger = logging.getLogger("paceline.drafter")
 
 MAX_VERSIONS = 256
 
+# A version fails if more than half of its last rounds failed, and at least this many.
 RECENT_ROUNDS, MIN_FAILURES = 20, 3
-"""A version fails if more than half of its last rounds failed, and at least this many."""
 
 _MAX_REASON_CHARS = 300
 
@@ -101,28 +101,21 @@ class Version:
     spec: DrafterSpec
     drafter: Drafter
     version: str
+    # Share of new generations of its name, in [0, 1]; the shares of a name sum to 1.
     share: float = 0.0
-    """Share of new generations of its name, in [0, 1]; the shares of a name sum to 1."""
-
+    # Its share before the last activation under its name; 0: it had none.
     previous_share: float = 0.0
-    """Its share before the last activation under its name; 0: it had none."""
-
+    # Whether it had a share before an activation; without one now, it may be freed for others.
     replaced: bool = False
-    """Whether it had a share before an activation; without one now, it may be freed for others."""
-
     credit: float = 0.0  # generations it is owed by its share (smooth weighted round-robin)
     draining: bool = False  # it was unloaded and takes no new streams
-    failing: str = ""
-    """Why it was taken out (:meth:`Registry.take_out`); empty: it was not, or has a share again."""
-
+    failing: str = ""  # why it was taken out (`take_out`); empty: it was not, or has a share again
+    # Attached streams, each by the callback that ends it.
     streams: set[Callable[[], None]] = field(default_factory=set)
-    """Attached streams, each by the callback that ends it."""
-
+    # Statistics of its rounds. Only the drafting thread changes it; any thread may read it.
     statistics: DraftStatistics = field(default_factory=DraftStatistics)
-    """Statistics of its rounds. Only the drafting thread changes it; any thread may read it."""
-
+    # Whether each of its last rounds failed. Drafting thread.
     recent: deque[bool] = field(default_factory=lambda: deque(maxlen=RECENT_ROUNDS))
-    """Whether each of its last rounds failed. Drafting thread."""
 
     def add_round(self, *, failed: bool) -> bool:
         """Add a round's outcome. Returns whether the version fails too often. Drafting thread."""
@@ -197,8 +190,8 @@ class Registry:
         self._versions: dict[str, list[Version]] = {}
         self._numbers: dict[str, int] = {}  # the highest version number assigned under each name
         self._loading: set[tuple[str, str]] = set()
+        # Called after the versions or their shares changed.
         self.on_change: Callable[[], None] = lambda: None
-        """Called after the versions or their shares changed."""
 
     @property
     def default_name(self) -> str:

@@ -83,8 +83,8 @@ class Session:
         self.statistics = statistics or DraftStatistics()
         self.kv = kv
         self.states = states
+        # Whether its verifier works on other cores, so that drafting ahead takes none from it.
         self.apart = False
-        """Whether its verifier works on other cores, so that drafting ahead takes none from it."""
         self._sources = [source for source in (kv, states) if source is not None]
         self._rejects = generation.sampling.rejects
         self._received = 0

@@ -26,9 +26,8 @@ class DrafterSpec:
 
     name: str  # name for clients: letters, digits, dot, dash, underscore; not ``none`` or ``local``
     method: str
+    # Model folder, or a file where the method reads one; None for methods without weights.
     folder: Path | None = None
-    """Model folder, or a file where the method reads one; None for methods without weights."""
-
     options: dict[str, str] = field(default_factory=dict)
     version: str = ""  # empty: the registry numbers it
 

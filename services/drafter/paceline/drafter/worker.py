@@ -24,9 +24,9 @@ logger = logging.getLogger("paceline.drafter")
 
 SLICE = 256  # backlog is processed in slices of at most this, between rounds, in tokens
 MIN_SLICE = 32
+# A slice that takes longer makes the next one shorter: rounds of other texts wait for its end, and
+# the steps of a verifier on the same cores take twice as long meanwhile.
 SLICE_SECONDS = 0.1
-"""A slice that takes longer makes the next one shorter: rounds of other texts wait for its end, and
-the steps of a verifier on the same cores take twice as long meanwhile."""
 
 _Result = TypeVar("_Result")
 
@@ -39,8 +39,8 @@ class Job:
     update: Update
     budget: Budget
     arrived: float  # when it came (time.monotonic)
+    # Called with the result on the thread, unless the session is closed first.
     answer: Callable[[Drafted | Exception], None]
-    """Called with the result on the thread, unless the session is closed first."""
     extended: bool = False  # whether the session has the update
     worked: float = 0.0  # time spent on it before drafting, in seconds
 

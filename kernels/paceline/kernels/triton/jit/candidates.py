@@ -119,7 +119,7 @@ def grow_level(
     CANDIDATES: tl.constexpr, ROOM: tl.constexpr, BEFORE: tl.constexpr,
 ):  # fmt: skip
     """Adds ``size`` nodes from number ``first`` on to each tree, the best by score; see
-    :meth:`paceline.drafter.growth.device.DeviceTrees.add_level`.
+    :meth:`paceline.drafter.growth.levels.LevelTrees.add_level`.
 
     ``ids`` and ``logs`` ``[S P, width]`` are the candidates, ``above`` float64 ``[S, P]`` the
     scores of their ``parent_count`` P parents, ``confidences`` float64 ``[S, P]`` where

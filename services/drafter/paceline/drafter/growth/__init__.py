@@ -1,6 +1,5 @@
-"""How trees grow: level by level on the host, in one native call, or on a device without the host.
+"""How trees grow: by levels of fixed width in one native call or on any device, or as chains.
 
-A drafter has one :class:`~paceline.drafter.growth.sequence.TreeGrowth`, and each of its generations
-is a :class:`~paceline.drafter.growth.sequence.GrownSequence` of this growth and of the passes of
-its method.
+A drafter has one :class:`~paceline.drafter.growth.sequence.TreeGrowth`, in whose ways the trees of
+its generations grow: each is a :class:`~paceline.drafter.growth.sequence.GrownSequence`.
 """

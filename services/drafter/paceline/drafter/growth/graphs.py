@@ -9,7 +9,6 @@ texts.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,17 +22,17 @@ from torch import Tensor
 
 from paceline.decoder import Capturing
 from paceline.decoder.device import wait_for
-from paceline.drafter.growth.beam import Ranker
-from paceline.drafter.growth.device import (
-    DeviceModel,
-    DeviceTrees,
+from paceline.drafter.growth.levels import (
     HostDraft,
     HostPass,
+    LevelModel,
+    LevelTrees,
     Passes,
     TreeShape,
 )
+from paceline.drafter.growth.ranking import Ranker
+from paceline.drafter.growth.sequence import TreeSettings
 from paceline.drafter.growth.target_data import KvLayers, StateRows, TargetKv
-from paceline.drafter.growth.text import TreeSettings
 from paceline.drafter.kv.reader import KvPages, StateSlice
 from paceline.kernels import (
     Context,
@@ -52,12 +51,12 @@ if TYPE_CHECKING:
 
 SEQUENCES = (1, 2, 4, 8, 16, 32)  # sequences that graphs are made for
 FED = (8, 17)  # new positions of each text
+# Places of caches are multiples of it, for wide loads; fewer positions a page are not gathered.
+# Unit: elements.
 ALIGN = 16
-"""Places of caches are multiples of it, for wide loads; fewer positions a page are not gathered.
-Unit: elements."""
 
+# What is done with logits at T = 0, at T > 0, and with top-k, top-p or min-p.
 NOISES = ("none", "noise", "filters")
-"""What is done with logits at T = 0, at T > 0, and with top-k, top-p or min-p."""
 
 
 @dataclass(frozen=True)
@@ -87,16 +86,8 @@ class DenseCache(Protocol):
     slots: int  # positions that there is room for
 
 
-class GraphModel(DeviceModel, Protocol):
+class GraphModel(KvLayers, LevelModel, Protocol):
     """A model whose drafts can be captured."""
-
-    @property
-    def layers(self) -> KvLayers:
-        """Its layers."""
-
-    @property
-    def gathered_slots(self) -> int:
-        """Most positions of the target's KV that a draft reads; 0: it reads none, or all."""
 
     def pass_shapes(self, fed: int, shape: TreeShape) -> Sequence[PassShape]:
         """Return the shapes of a draft's passes for texts with ``fed`` new positions."""
@@ -109,31 +100,39 @@ class DraftGraphs:
     CPU, without graphs, it runs the same kernels with the same tables. Not thread-safe.
     """
 
-    def __init__(self, model: GraphModel, settings: TreeSettings) -> None:
-        """Make a runner without graphs for trees of one shape. The model owns the runner, which
-        does not keep it in memory."""
+    def __init__(
+        self, model: GraphModel, settings: TreeSettings, method: str, gathered_slots: int = 0
+    ) -> None:
+        """Make a runner without graphs for trees of one shape.
+
+        Args:
+            model: Its passes.
+            settings: Of its trees.
+            method: Name of its method, for the log.
+            gathered_slots: Maximum number of positions of the target's KV that a draft reads; 0 if
+                it reads none, or all.
+        """
         shape = TreeShape.of(settings.options, settings.max_depth, settings.logits)
         device = settings.device
-        self._model: GraphModel = weakref.proxy(model)
+        self._model, self._method = model, method
         self._settings, self._shape = settings, shape
         self._passes = {fed: model.pass_shapes(fed, shape) for fed in FED}
         self._graphs: dict[tuple[int, int, str], _Graph | None] = {}
         self._capturing = Capturing(device)
-        layers, heads = model.layers, model.layers.config
+        heads, slots = model.config, gathered_slots
         with torch.inference_mode(False):
             self._bases = [
                 torch.zeros(
                     count, heads.kv_heads, 1, heads.head_dim,
-                    dtype=layers.dtype, device=device,
+                    dtype=model.dtype, device=device,
                 )
-                for count in (layers.cached_layers, layers.context_layers)
+                for count in (model.cached_layers, model.context_layers)
             ]  # fmt: skip
-            slots = model.gathered_slots
+            # The target's KV of each sequence, shared by all graphs.
             self._gathered = self._bases[1].new_zeros(
                 SEQUENCES[-1] * bool(slots), 2, heads.kv_heads, -(-slots // ALIGN) * ALIGN,
                 heads.head_dim,
             )  # fmt: skip
-            """The target's KV of each sequence, shared by all graphs."""
             nodes = shape.stops[-1]
             self._results = torch.zeros(
                 SEQUENCES[-1], nodes, 4, dtype=torch.float64,
@@ -156,7 +155,7 @@ class DraftGraphs:
             self._make(sequences, fed, noise).draft()
 
         passes = [partial(draft, SEQUENCES[-1], FED[-1], noise) for noise in NOISES]
-        if self._model.layers.bits:
+        if self._model.bits:
             sizes = product(SEQUENCES, FED)
             passes += [partial(draft, *each, NOISES[0]) for each in sizes]
         with torch.inference_mode():
@@ -166,7 +165,7 @@ class DraftGraphs:
                 for fed in reversed(FED):
                     self.graph(sequences, fed, noise)
         self._capturing.release()
-        self._capturing.report(f"drafts of {self._model.method}")
+        self._capturing.report(f"drafts of {self._method}")
 
     def run(
         self,
@@ -181,10 +180,10 @@ class DraftGraphs:
             draft: Its passes.
             rankers: Rank the candidates of each sequence.
             lengths: Tokens of each text.
-            last: As of :class:`DeviceTrees`, by sequence.
+            last: As of :class:`LevelTrees`, by sequence.
 
         Returns:
-            See :meth:`DeviceTrees.packed`, on the CPU, valid until the next call; None if no graph
+            See :meth:`LevelTrees.packed`, on the CPU, valid until the next call; None if no graph
             is large enough or it could not be captured, the trees have another shape, or a cache
             cannot be read by wide loads.
         """
@@ -325,7 +324,7 @@ class _Graph(Passes):
     def _tilings(self, windows: Sequence[int | None]) -> tuple[Tiling, ...]:
         from paceline.kernels.triton.tiles import tilings_for
 
-        return tilings_for(self._model.layers.config.group, self._bases[0], windows)
+        return tilings_for(self._model.config.group, self._bases[0], windows)
 
     def clear(self) -> None:
         """Write an empty batch to the tables."""
@@ -467,7 +466,7 @@ class _Graph(Passes):
             rows[:, 1] += level
 
     def draft(self) -> Tensor:
-        """The draft of the batch in the tables; see :meth:`DeviceTrees.packed`."""
+        """The draft of the batch in the tables; see :meth:`LevelTrees.packed`."""
         from paceline.kernels.triton.gather import gather_kv, gather_states
 
         tables = self._staging.device
@@ -478,8 +477,8 @@ class _Graph(Passes):
             if shape.inputs:
                 gather_states(self._bases[0], tables[places], rows)
         last = tables[self._last]
-        trees = DeviceTrees(self._shape, last, self._rank, kernels=True)
-        self._model.grow_on_device(self, trees)
+        trees = LevelTrees(self._shape, last, self._rank, kernels=True)
+        self._model.grow(self, trees)
         return trees.packed()
 
     def _rank(self, logits: Tensor, level: int) -> tuple[Tensor, Tensor]:
@@ -492,7 +491,7 @@ class _Graph(Passes):
             filtered=self._noise == "filters",
         )  # fmt: skip
 
-    def plan(self, index: int, ancestors: Tensor | None = None) -> TreePlan:
+    def plan(self, index: int, trees: LevelTrees | None = None) -> TreePlan:
         from paceline.kernels.triton.plan import Places
 
         own, context = (
@@ -503,7 +502,7 @@ class _Graph(Passes):
             for bases, tables in zip(self._bases, self._places, strict=True)
         )
         of_texts, of_contexts = self._tables[index]
-        plan = of_texts.plan(ancestors, own)
+        plan = of_texts.plan(None if trees is None else trees.ancestors, own)
         plan.contexts = of_contexts.plan(places=context)
         return plan
 
@@ -515,7 +514,7 @@ class _Graph(Passes):
 
     def inputs(self, index: int) -> Tensor | None:
         states = self._inputs[index]
-        return self._model.layers.states(states) if self._shapes[index].inputs else None
+        return self._model.states(states) if self._shapes[index].inputs else None
 
 
 def context_blocks(each: HostPass, contexts: Sequence[Context]) -> Sequence[QueryBlock]:

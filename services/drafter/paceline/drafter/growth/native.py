@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import ClassVar
 
 from paceline.decoder.config import Rope
 from paceline.drafter.generation import Budget
-from paceline.drafter.growth.beam import Chain
-from paceline.drafter.growth.text import Growth, TextPasses, TreeSettings
+from paceline.drafter.growth.sequence import GrownSequence, Growth, TreeSettings
 from paceline.kernels.draft import NativeDraft
 from paceline.kernels.structures import DraftText
 from paceline.tree import TokenTree
@@ -18,44 +16,35 @@ from paceline.tree import TokenTree
 class NativeGrowth(Growth):
     """Growth of trees whose candidates are ranked by logits, temperature and noise alone."""
 
-    at_once: ClassVar[bool] = True
-
     def __init__(self, draft: NativeDraft, rope: Rope, settings: TreeSettings) -> None:
         self._draft, self._rope, self._settings = draft, rope, settings
 
-    def start(self, passes: TextPasses) -> bool:
-        ranker, survival = passes.text.ranker, self._settings.options.min_survival
-        count = ranker.plain_logits()
-        if not count:
+    def takes(self, sequence: GrownSequence) -> bool:
+        ranker, options = sequence.ranker, self._settings.options
+        if not ranker.plain:
             return False
-        text = DraftText(
-            count=count,
+        sequence.native = DraftText(
+            count=ranker.count,
             temperature=ranker.params.temperature,
             seed=ranker.params.seed,
-            min_score=math.log(survival) if survival > 0 else -math.inf,
+            min_score=math.log(options.min_survival) if options.min_survival > 0 else -math.inf,
         )
-        text.set_widths(passes.text.widths)
-        passes.text.native = text
+        sequence.native.set_widths(options.widths)
         return True
 
-    def begin(self, passes: TextPasses, limits: Budget, ahead: Chain | None) -> None:
-        text = _text_of(passes)
-        text.nodes, text.depth = limits.nodes, limits.depth
-
-    def grow(self, rounds: Sequence[tuple[TextPasses, Budget]]) -> list[TokenTree]:
-        texts = [_text_of(passes) for passes, _ in rounds]
-        for (passes, _), text in zip(rounds, texts, strict=True):
-            passes.fill(text)  # only now: to begin another may have failed
+    def grow(self, rounds: Sequence[tuple[GrownSequence, Budget]]) -> list[TokenTree]:
+        texts = []
+        for sequence, limits in rounds:
+            assert sequence.native is not None
+            sequence.native.nodes, sequence.native.depth = limits.nodes, limits.depth
+            sequence.fill(sequence.native)
+            texts.append(sequence.native)
         reach = max(self._settings.max_depth, self._draft.length)  # all of a block
-        longest = max(text.length + max(text.depth, reach) for text in texts)
-        self._draft.draft(texts, self._rope.table(longest))
+        end = max(text.length + max(text.depth, reach) for text in texts)
+        self._draft.draft(texts, self._rope.table(end))
+        for sequence, _ in rounds:
+            sequence.keep()
         return [_tree(text) for text in texts]
-
-
-def _text_of(passes: TextPasses) -> DraftText:
-    text = passes.text.native
-    assert text is not None
-    return text
 
 
 def _tree(text: DraftText) -> TokenTree:

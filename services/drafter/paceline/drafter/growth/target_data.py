@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from paceline.drafter.kv.reader import KvPages, KvReader, StateSlice
+from paceline.drafter.kv.reader import KvReader, StateSlice
 from paceline.kernels import LayerTable
 
 
@@ -33,27 +33,23 @@ class KvLayers(Protocol):
 class TargetKv:
     """A layer of the target's KV that a round of one generation reads; a ``KVCacheView`` of it."""
 
+    # The copies for compiled programs; None if there are none on the CPU.
     table: LayerTable | None = None
-    """The copies for compiled programs; None if there are none on the CPU."""
 
-    def __init__(
-        self, kv: KvReader, number: int, layer: KvLayers, *, deferred: bool = False
-    ) -> None:
+    def __init__(self, kv: KvReader, number: int, layer: KvLayers) -> None:
         """Take what the newest :meth:`KvReader.refresh` selected.
 
         Args:
             kv: Reads the cache.
             number: The layer that is read.
             layer: The layer that reads it. Keys and values are copied if they are of another type
-                or device, or come in several parts.
-            deferred: Whether what lies in pages stays there until :meth:`layer` is called.
+                or device, or come in several parts; of pages when :meth:`layer` is called.
         """
         self._kv, self._number, self._reader = kv, number, layer
         self._planes: tuple[Tensor, Tensor] | None = None
-        self.pages: KvPages | None = kv.pages(number) if deferred else None
-        """Where they lie in pages; None: copies were made."""
+        self.pages = kv.pages(number)  # where they lie in pages; None if copies were made
+        # Number of positions, 1 or more.
         self.length = self.pages.length if self.pages is not None else self.layer(0)[0].shape[1]
-        """Number of positions, 1 or more."""
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Return keys and values, each ``[Hkv, n, D]``.
@@ -88,8 +84,8 @@ class StateRows:
     ) -> None:
         """Take blocks, and what makes inputs ``[n, width]`` of states ``[n, layers * hidden]``."""
         self.blocks = blocks  # their positions, block after block
+        # How often each position of a block is read, one row after the other.
         self.repeats = repeats
-        """How often each position of a block is read, one row after the other."""
         self._convert = convert
 
     def tensor(self) -> Tensor:

@@ -36,16 +36,15 @@ class KvOptions:
         ValueError: A value is not one of those known.
     """
 
+    # Transport: map (the verifier's memory, no copy), follow (a copy of selected positions, updated
+    # over gRPC), or auto: map where the drafter service can open the verifier's Unix socket, else
+    # follow.
     kv: str = "auto"
-    """Transport: map (the verifier's memory, no copy), follow (a copy of selected positions,
-    updated over gRPC), or auto: map where the drafter service can open the verifier's Unix socket,
-    else follow."""
-
+    # Selection policy under a KV budget: streaming (the first positions and the newest), chunk_topk
+    # (chunks of 8 by cumulative attention), verified, verified_all, verified_weights,
+    # verified_all_weights, last_token (positions by the attention of rows of the newest round),
+    # quest (pages of 16 by bounds on their scores), or an installed package's.
     kv_policy: str = STREAMING
-    """Selection policy under a KV budget: streaming (the first positions and the newest),
-    chunk_topk (chunks of 8 by cumulative attention), verified, verified_all, verified_weights,
-    verified_all_weights, last_token (positions by the attention of rows of the newest round), quest
-    (pages of 16 by bounds on their scores), or an installed package's."""
 
     def __post_init__(self) -> None:
         known = {"kv": TRANSPORTS, "kv_policy": sorted(kv_policies())}

@@ -72,8 +72,8 @@ class PoolReader(MappedReader):
             )  # fmt: skip
         except NotMappable as error:
             raise KvNotShared(str(error)) from error
+        # The pages, uint8 `[pages, page_bytes]`.
         self._memory = self._pool.bytes[: count * page_bytes].view(count, page_bytes)
-        """The pages, uint8 ``[pages, page_bytes]``."""
         self._table: NDArray[np.int32] = _NO_PAGES
 
     def settle(self) -> None:
@@ -139,8 +139,8 @@ class CudaKv(PoolReader, KvReader):
         table = file.array(HEADER_BYTES, (entries,), torch.int32)
         super().__init__(file, driver, reader)
         self._table = table.numpy()
+        # `[pages, layers, 2, Hkv, page_size, D]`.
         self._pages = self._memory.view(file.kv_dtype).view(-1, *self._page)
-        """``[pages, layers, 2, Hkv, page_size, D]``."""
         self.byte_size = len(self.layers) * entries * self._memory.shape[1] // layout.layers
 
     def refresh(self, below: int, budget: int) -> int:

@@ -95,8 +95,8 @@ class KvExchange:
         self._device = device
         self.metadata = access.metadata  # metadata of every call to an address
         self._credentials = access.credentials()
+        # Unix sockets of verifiers by address, of those that were joined over one.
         self.sockets: dict[str, str] = {}
-        """Unix sockets of verifiers by address, of those that were joined over one."""
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._closed = False
         self._closing: set[asyncio.Task[None]] = set()

@@ -54,8 +54,8 @@ class CacheFile:
             self._epoch = self._header.epoch
             if not self._header.valid or not self._epoch:
                 raise KvNotShared("what the verifier passed is not, or no longer, an open cache")
+            # What lies where in the segment.
             self.layout: kv_pb2.SegmentLayout = self._header.layout
-            """What lies where in the segment."""
         except (OSError, ValueError) as error:
             raise KvNotShared(f"cannot map what the verifier passed: {error}") from error
         finally:

@@ -23,15 +23,14 @@ class KvPages:
     """
 
     dtype: torch.dtype  # type of keys and values
+    # Shape of the layer's keys in a page, `(Hkv, page_size, D)`; its values follow them.
     shape: tuple[int, int, int]
-    """Shape of the layer's keys in a page, ``(Hkv, page_size, D)``; its values follow them."""
-
     address: int  # address of the layer's keys in page 0
     page_bytes: int  # distance between two pages
     length: int  # number of positions, 1 or more
     first: int  # position of number ``SINKS``
+    # The page of position 0, then the pages from that of `first` on, int32.
     pages: NDArray[np.int32]
-    """The page of position 0, then the pages from that of ``first`` on, int32."""
 
 
 class StateSlice:
@@ -47,9 +46,9 @@ class StateSlice:
         """Take states ``[count, layers * hidden]``; or addresses, a type and what copies them."""
         self.first = first  # the first position
         self.dtype = dtype  # type of states that lie in pages
+        # Addresses of each position's rows, by layer, on the GPU that reads, int64 `[count,
+        # layers]`; None if they were copied.
         self.addresses = addresses
-        """Addresses of each position's rows, by layer, on the GPU that reads, int64 ``[count,
-        layers]``; None if they were copied."""
         self._states = states
         if addresses is not None:
             self.count = len(addresses)  # number of positions
@@ -74,8 +73,8 @@ class CacheReader(ABC):
     One thread at a time. The caller that opened a reader closes it, once, after its last use.
     """
 
+    # How the contents get here: map (the verifier's memory is mapped) or follow (over gRPC).
     transport: str = "map"
-    """How the contents get here: map (the verifier's memory is mapped) or follow (over gRPC)."""
 
     @property
     def byte_size(self) -> int:
@@ -114,8 +113,8 @@ class KvReader(CacheReader):
     In each round a method calls :meth:`refresh` once, then :meth:`parts` for each layer.
     """
 
+    # Layers as the method named them; negative ones count from the last.
     layers: tuple[int, ...] = ()
-    """Layers as the method named them; negative ones count from the last."""
 
     @property
     def updates(self) -> int:

@@ -25,16 +25,16 @@ _GROWTH = 256
 
 
 MAX_POSITIONS = 1 << 20  # the budget that is sent for a budget of 0, all positions
+# Maximum number of positions newer than the verifier's selection that a sparse view reads in
+# addition. With more of them the selection is too old to be used. Unit: tokens.
 MAX_NEWER = 128
-"""Maximum number of positions newer than the verifier's selection that a sparse view reads in
-addition. With more of them the selection is too old to be used. Unit: tokens."""
 
+# Maximum number of updates received that no round has applied, one more than the verifier may send.
+# Further ones are not read from the connection.
 UPDATES_AHEAD = 3
-"""Maximum number of updates received that no round has applied, one more than the verifier may
-send. Further ones are not read from the connection."""
 
+# All messages of one update; the last one has its number and the committed length.
 CacheUpdate = Sequence[kv_pb2.FollowCacheResponse]
-"""All messages of one update; the last one has its number and the committed length."""
 
 
 class DeltaCache:
@@ -272,8 +272,8 @@ class RemoteKv(UpdateStream, KvReader):
     def __init__(self, connect: Callable[[], Any], subscribe: kv_pb2.FollowSubscribe) -> None:
         super().__init__(connect, subscribe)
         self.layers = tuple(subscribe.layers)
+        # The delta cache; None before the first update is applied.
         self.cache: DeltaCache | None = None
-        """The delta cache; None before the first update is applied."""
         self._budget = self._largest_budget = subscribe.budget
         self._pending: deque[CacheUpdate] = deque()
         self._not_full = asyncio.Event()
@@ -346,8 +346,8 @@ class SparseView(KvReader):
         self.layers = mapped.layers
         self.selection = selection
         self._mapped = mapped
+        # Positions read in addition; None: the selection is not used.
         self._newer: Tensor | None = None
-        """Positions read in addition; None: the selection is not used."""
 
     @property
     def byte_size(self) -> int:

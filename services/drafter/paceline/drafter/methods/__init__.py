@@ -13,6 +13,8 @@ from importlib.metadata import EntryPoint, entry_points
 from paceline.drafter.methods.base import Drafter, LoadError
 
 GROUP = "paceline.methods"  # group of entry points
+# The order is that in which methods are asked whose a folder is: `lm` takes any model. Where no
+# accepted length is noted, `paceline serve` prefers methods in this order.
 _BUILT_IN = {
     "ngram": "paceline.drafter.methods.ngram:NgramDrafter",
     "selfspec": "paceline.drafter.methods.selfspec:SelfSpecDrafter",
@@ -22,8 +24,6 @@ _BUILT_IN = {
     "mtp": "paceline.drafter.methods.mtp.drafter:MtpDrafter",
     "lm": "paceline.drafter.methods.lm:LmDrafter",
 }
-"""The order is that in which methods are asked whose a folder is: ``lm`` takes any model. Where no
-accepted length is noted, ``paceline serve`` prefers methods in this order."""
 
 
 def _methods() -> dict[str, EntryPoint]:

@@ -20,7 +20,6 @@ from paceline.drafter.methods.layers import (
     DRAFT_TOKENS,
     DRAFTED,
     DrafterWeights,
-    DraftModel,
     LayerShape,
     drafted_tokens,
     linear,
@@ -37,18 +36,18 @@ WEIGHTS_FILE = "model.safetensors"
 
 FORMAT = 1  # Format of the section. Folders of another format are refused.
 SPECULATORS_VERSION = "0.6.0"  # version of speculators whose config.json is written
+# Names of the target's frozen tensors in a drafter's folder that holds them.
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
-"""Names of the target's frozen tensors in a drafter's folder that holds them."""
 
 _TARGET_EMBEDDING = "model.embed_tokens.weight"
 
+# Tensors that a folder may also hold: the target's own, and maps between vocabularies.
 _OTHER_TENSORS = frozenset({EMBEDDING, HEAD, DRAFTED, DRAFT_TOKENS})
-"""Tensors that a folder may also hold: the target's own, and maps between vocabularies."""
 
+# Type of a drafter by that of its tensors.
 _DTYPES = {
     torch.float32: torch.float32, torch.bfloat16: torch.bfloat16, torch.float16: torch.bfloat16
 }  # fmt: skip
-"""Type of a drafter by that of its tensors."""
 
 
 def required_folder(method: str, folder: Path | None) -> Path:
@@ -374,9 +373,7 @@ def _stored_dtype(folder: str | Path, name: str) -> torch.dtype:
     return _DTYPES[stored]
 
 
-def check_tensors(
-    folder: str | Path, config: LayerShape, model: Callable[[Any], DraftModel]
-) -> dict[str, tuple[int, ...]]:
+def check_tensors(folder: str | Path, config: LayerShape) -> dict[str, tuple[int, ...]]:
     """Check names and shapes of all tensors of a drafter except the target's, without reading.
 
     Returns:
@@ -385,14 +382,11 @@ def check_tensors(
     Raises:
         UnsupportedModelError: See :func:`load_weights`.
     """
-    found = DrafterWeights(folder, torch.float32)
-    with torch.device("meta"):
-        shapes = {name: tuple(t.shape) for name, t in model(config).state_dict().items()}
+    found, shapes = DrafterWeights(folder, torch.float32), config.tensors()
     if unknown := sorted(set(found) - set(shapes) - _OTHER_TENSORS):
         raise UnsupportedModelError(
             f"{folder} holds the tensors {unknown[:5]}, which no drafter of its config.json has"
         )
-    shapes.pop(DRAFT_TOKENS, None)
     for name, shape in shapes.items():
         if name not in found:
             raise UnsupportedModelError(f"{folder} lacks the tensor {name!r}")
@@ -406,17 +400,16 @@ def check_tensors(
 def load_weights(
     folder: str | Path,
     config: LayerShape,
-    model: Callable[[Any], DraftModel],
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
 ) -> dict[str, Tensor]:
     """Read all tensors of a drafter except the target's.
 
-    ``model`` makes the drafter in training of a shape; its tensors have the same names. Raises
-    ``UnsupportedModelError``: a tensor is missing, has another shape, or is not known, which means
-    that the drafter has a part that its config.json does not describe.
+    Raises:
+        UnsupportedModelError: A tensor is missing, has another shape, or is not known, which means
+            that the drafter has a part that its config.json does not describe.
     """
-    shapes, found = check_tensors(folder, config, model), DrafterWeights(folder, dtype, device)
+    shapes, found = check_tensors(folder, config), DrafterWeights(folder, dtype, device)
     drafted = drafted_tokens(Path(folder), config)
     weights = {name: found[name] for name in shapes}
     return weights if drafted is None else {**weights, DRAFT_TOKENS: drafted.to(device)}
@@ -450,12 +443,12 @@ class TargetEmbedding:
         elif tokens is not None and len(tokens) != len(head):
             head = head[tokens.to(head.device)]
         self.embedding = embedding  # ``[V, hidden]``, plain or packed
+        # The target's token id of each row of the head, int64 `[R]`; None: all, in order.
         self.tokens = tokens
-        """The target's token id of each row of the head, int64 ``[R]``; None: all, in order."""
         self.head = linear([head], bits)  # the LM head
         packed = [each for each in (self.head.packed, embedding) if isinstance(each, PackedMatrix)]
+        # Bytes of packed matrices.
         self.private_bytes = sum(t.nbytes for each in packed for t in each.tensors().values())
-        """Bytes of packed matrices."""
 
     @classmethod
     def read(

@@ -1,4 +1,4 @@
-"""Layers of a drafter for one target: their shape, and their parts in plain dense PyTorch.
+"""Layers of a drafter for one target: their shape, their tensors, and parts of their programs.
 
 A drafter may have a reduced vocabulary: only the most frequent tokens are drafted (EAGLE-3, section
 3).
@@ -17,8 +17,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 from paceline.convert import open_model
 from paceline.convert.config import check_rope, rope_frequencies, rope_parameters
@@ -33,10 +32,10 @@ from paceline.kernels.linear import pack_rotated
 from paceline.kernels.quantised import QUANT_BLOCK, quantise
 from paceline.kernels.rotated import DOWN_SIZE, SIZE, RotatedMatrix, rotates
 
+# Names of the tensor with the target's token id of each drafted token, int64 `[R]`, and of the one
+# that tells which tokens are drafted, bool `[V]`. Published `d2t` hold the difference of both ids,
+# those of this project's folders the target's, and they have no `t2d`.
 DRAFT_TOKENS, DRAFTED = "d2t", "t2d"
-"""Names of the tensor with the target's token id of each drafted token, int64 ``[R]``, and of the
-one that tells which tokens are drafted, bool ``[V]``. Published ``d2t`` hold the difference of both
-ids, those of this project's folders the target's, and they have no ``t2d``."""
 
 _RENAMED = {
     "candidate_selector.predecessor_codebook": "markov_head.markov_w1.weight",
@@ -136,9 +135,9 @@ class LayerShape:
     max_position: int  # maximum context, in tokens
     norm_eps: float  # epsilon of every RMS norm
     rope_parameters: Mapping[str, Any]  # ``rope_parameters`` of a transformers configuration
+    # Tokens that can be drafted, the most frequent ones (EAGLE-3, section 3); 0: all of the
+    # vocabulary.
     draft_vocab_size: int = field(default=0, kw_only=True)
-    """Tokens that can be drafted, the most frequent ones (EAGLE-3, section 3); 0: all of the
-    vocabulary."""
 
     def __post_init__(self) -> None:
         for name in self.HF_FIELDS:
@@ -208,6 +207,31 @@ class LayerShape:
             found["taps"] = tuple(map(number, found["taps"]))
         return cls(**found)
 
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the drafter's own tensors by name."""
+        raise NotImplementedError
+
+    def layer_tensors(
+        self, base: str, inputs: int = 0, *, head_norms: bool = False
+    ) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of a layer's tensors: attention, whose projections read ``inputs`` (0:
+        the residual stream), and feed-forward block, with the norms before them."""
+        wide, q, kv = self.hidden, self.q_heads * self.head_dim, self.kv_heads * self.head_dim
+        read, norms = inputs or wide, ("q_norm", "k_norm") if head_norms else ()
+        shapes: dict[str, tuple[int, ...]] = {
+            "input_layernorm": (wide,),
+            "self_attn.q_proj": (q, read),
+            "self_attn.k_proj": (kv, read),
+            "self_attn.v_proj": (kv, read),
+            "self_attn.o_proj": (wide, q),
+            **{f"self_attn.{name}": (self.head_dim,) for name in norms},
+            "post_attention_layernorm": (wide,),
+            "mlp.gate_proj": (self.intermediate, wide),
+            "mlp.up_proj": (self.intermediate, wide),
+            "mlp.down_proj": (wide, self.intermediate),
+        }
+        return {f"{base}{name}.weight": shape for name, shape in shapes.items()}
+
     @property
     def drafted(self) -> int:
         """Tokens that can be drafted: rows of the LM head."""
@@ -266,17 +290,14 @@ class LayerShape:
 class TappedShape(LayerShape):
     """Shape of a drafter that reads outputs of target layers."""
 
+    # These layers, 0 for the first, strictly increasing.
     taps: tuple[int, ...] = field(kw_only=True)
-    """These layers, 0 for the first, strictly increasing."""
-
+    # Number of layers of the target; 0: not known.
     target_layers: int = field(default=0, kw_only=True)
-    """Number of layers of the target; 0: not known."""
-
+    # Positions that attention reads; 0: all. Unit: tokens.
     window: int = field(default=0, kw_only=True)
-    """Positions that attention reads; 0: all. Unit: tokens."""
-
+    # Names of the fields of 0 or more.
     COUNTS: ClassVar[tuple[str, ...]] = ("window", "target_layers")
-    """Names of the fields of 0 or more."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -355,42 +376,6 @@ def config_errors(drafter: str) -> Iterator[None]:
         ) from error
 
 
-class DraftModel(nn.Module):
-    """A drafter's layers in training, without embedding and LM head, which are the target's.
-
-    Parameters have the names of the folder's tensors.
-    """
-
-    config: LayerShape  # shape of the layers
-    d2t: Tensor | None
-    """The target's id of each drafted token, rising, int64 ``[R]``; None: all tokens."""
-
-    rope_inv_freq: Tensor  # inverse frequencies of the rotary embedding
-
-    def __init__(self, config: LayerShape) -> None:
-        super().__init__()
-        self.config = config
-        count = config.draft_vocab_size
-        # On the meta device this would import sympy.
-        tokens = torch.arange(count, device="cpu") if count else None
-        self.register_buffer(DRAFT_TOKENS, tokens)
-        # Not in the state dict: config.json contains it.
-        self.register_buffer("rope_inv_freq", torch.tensor(config.rope_inv_freq), persistent=False)
-
-    def draft_head(self, head: Tensor) -> Tensor:
-        """Rows of the target's LM head ``[V, hidden]`` whose tokens are drafted."""
-        return head if self.d2t is None else head[self.d2t]
-
-    def draft_rows(self, tokens: Tensor) -> Tensor:
-        """See :func:`~paceline.drafter.methods.layers.draft_rows`."""
-        return draft_rows(self.d2t, tokens)
-
-    def rope_factors(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of positions ``[..., S]``, each ``[..., 1, S, D / 2]``."""
-        angles = positions[..., None, :, None].float() * self.rope_inv_freq
-        return angles.cos() * self.config.rope_scaling, angles.sin() * self.config.rope_scaling
-
-
 @dataclass(frozen=True)
 class LayerWeights:
     """A drafter's tensors by name, as the parts of programs, which share them."""
@@ -398,9 +383,7 @@ class LayerWeights:
     config: LayerShape  # shape of the drafter
     tensors: Mapping[str, Tensor]  # see :func:`~paceline.drafter.methods.checkpoint.load_weights`
     bits: int = 0  # of matrices, 8 or 4, see :func:`linear`; 0: as they came
-    numerics: str = "portable"
-    """Numerics of the programs, as of :func:`paceline.kernels.choose_numerics`."""
-
+    numerics: str = "portable"  # numerics of the programs, as of `choose_numerics`
     _made: dict[tuple[str, ...], Linear] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -454,66 +437,3 @@ def linear(parts: Sequence[Tensor], bits: int, down: bool = False) -> Linear:
         return Linear(weight)
     blocks = quantise(weight.float(), bits)
     return Linear(blocks if on_cpu else plain(blocks, weight.dtype))
-
-
-class RmsNorm(nn.Module):
-    """Root mean square norm, in float32 inside."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``[..., width]`` to the same."""
-        wide = x.float()
-        scale = (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()
-        return (wide * scale * self.weight.float()).to(x.dtype)
-
-
-class Projections(nn.Module):
-    """Projections of an attention: all four, or only those of query and output.
-
-    Inputs have a width of ``inputs``. With ``norms``, heads of queries and keys are normalised.
-    """
-
-    def __init__(
-        self, config: LayerShape, inputs: int, *, own_keys: bool = True, norms: bool = False
-    ) -> None:
-        super().__init__()
-        q, kv = config.q_heads * config.head_dim, config.kv_heads * config.head_dim
-        self.q_proj = nn.Linear(inputs, q, bias=False)
-        if own_keys:
-            self.k_proj = nn.Linear(inputs, kv, bias=False)
-            self.v_proj = nn.Linear(inputs, kv, bias=False)
-        self.o_proj = nn.Linear(q, config.hidden, bias=False)
-        self.q_norm = RmsNorm(config.head_dim, config.norm_eps) if norms else nn.Identity()
-        self.k_norm = RmsNorm(config.head_dim, config.norm_eps) if norms else nn.Identity()
-
-
-class Mlp(nn.Module):
-    """Gated feed-forward block without biases."""
-
-    def __init__(self, hidden: int, intermediate: int) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
-        self.up_proj = nn.Linear(hidden, intermediate, bias=False)
-        self.down_proj = nn.Linear(intermediate, hidden, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``[..., hidden]`` to the same."""
-        down: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return down
-
-
-def apply_rope(x: Tensor, factors: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate heads ``[..., D]`` by cosines and sines, each ``[..., D / 2]``."""
-    cos, sin = factors
-    low, high = x.float().chunk(2, dim=-1)
-    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(x.dtype)
-
-
-def split_heads(x: Tensor, dim: int) -> Tensor:
-    """Reshape ``[B, S, H D]`` to ``[B, H, S, D]``."""
-    heads: Tensor = x.unflatten(-1, (-1, dim))
-    return heads.transpose(1, 2)

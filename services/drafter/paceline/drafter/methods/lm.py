@@ -1,19 +1,18 @@
 """A small language model with the target's tokenizer as a tree drafter.
 
-Trees grow level by level (:mod:`paceline.drafter.growth.beam`), ranked with the verifier's own
-noise. The drafter keeps its own KV. Rounds that wait together share every forward pass.
+Candidates are ranked with the verifier's own noise. The drafter keeps its own KV. Rounds that wait
+together share every forward pass.
 
 On a CPU trees with siblings are drafted in one native call, and accepted nodes are fed again as
-text. Chains, which may grow on while the verifier works, grow by levels: accepted nodes stay in the
-slots where a round computed them, up to compaction, and rejected ones are overwritten. So do trees
-under a KV budget (option ``context``): a round attends to a copy of selected positions.
+text. Chains (:mod:`paceline.drafter.growth.chain`) may grow on while the verifier works: accepted
+nodes stay in the slots where a round computed them, and rejected ones are overwritten. Under a KV
+budget (option ``context``) a round attends to a copy of selected positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,11 +21,12 @@ from torch import Tensor
 
 from paceline.checks import check_range
 from paceline.convert import ModelSource, load_config, prepare
-from paceline.decoder import Decoder, KVCacheView, LocalCache
-from paceline.drafter.growth.host import HostGrowth, forward_parts
+from paceline.decoder import Decoder, LocalCache
+from paceline.drafter.growth.chain import ChainGrowth, DecoderModel, DecoderSequence
+from paceline.drafter.growth.levels import HostDraft, LevelGrowth, text_pass
 from paceline.drafter.growth.native import NativeGrowth
-from paceline.drafter.growth.sequence import GrownSequence, TreeGrowth
-from paceline.drafter.growth.text import GrownText, PassPart, TextPasses, TreeSettings
+from paceline.drafter.growth.observed import ObservedRows, TextScores, TopChunks
+from paceline.drafter.growth.sequence import TreeGrowth, TreeSettings
 from paceline.drafter.methods.base import (
     SECTION,
     Drafter,
@@ -44,8 +44,7 @@ from paceline.drafter.methods.checkpoint import (
 )
 from paceline.drafter.methods.options import TreeOptions, check_context
 from paceline.formats import WEIGHTS
-from paceline.kernels import CHUNK, SELECTION_CHUNK, Probe, TreePlan, attention_weights, best_chunks
-from paceline.kernels.caches import span
+from paceline.kernels import CHUNK
 from paceline.kernels.draft import NativeDraft
 from paceline.kernels.structures import DraftText
 from paceline.kv.selection import streaming_positions
@@ -57,117 +56,50 @@ KEPT = ("all", "budget")
 OBSERVED = 64  # newest rows of a pass over text whose attention is scored, in tokens
 
 
-class TopChunks:
-    """The chunks of 8 with the most cumulative attention, and all newer positions.
-
-    See BudgetDraft, section 3.4. At least a quarter of the budget goes to the newest positions,
-    because cumulative scores say little of positions that few rounds have attended to. Passes over
-    the prompt attend to all of it, and the scores of their newest rows are the first ones. Rounds
-    attend to selected positions only and add to the scores of those: a chunk that is never selected
-    keeps its score from the prompt, as in the paper.
-    """
-
-    def __init__(self) -> None:
-        self._scores = torch.zeros(0)
-        self._length = 0
-
-    def add(self, positions: Tensor, weights: Tensor) -> None:
-        """Add attention weights, float ``[n]``, to the scores of rising positions, ``[n]``."""
-        self._length = max(self._length, int(positions[-1]) + 1)
-        if self._length > len(self._scores):
-            more = torch.zeros(2 * self._length - len(self._scores))
-            self._scores = torch.cat([self._scores, more])
-        self._scores[positions] += weights
-
-    def select(self, length: int, budget: int) -> Tensor:
-        """Return at most ``budget`` of the first ``length`` positions: int64, rising."""
-        chunks = min(self._length, length - budget // 4) // SELECTION_CHUNK
-        newer = torch.arange(chunks * SELECTION_CHUNK, length)
-        count = min(chunks, (budget - len(newer)) // SELECTION_CHUNK)
-        if count <= 0 or length <= budget:
-            return torch.arange(max(0, length - budget), length)
-        scores = self._scores[: chunks * SELECTION_CHUNK].unflatten(0, (chunks, SELECTION_CHUNK))
-        best = best_chunks(scores.sum(-1)[None], SELECTION_CHUNK, count)[0]
-        return torch.cat([best, newer])
-
-    def drop(self, positions: Tensor) -> None:
-        """Select chunks with any of these positions, int64 ``[n]``, only if no other is left."""
-        known = positions[positions < self._length]
-        self._scores = self._scores.index_fill(0, known, -torch.inf)
-
-
-@dataclass(frozen=True)
-class ObservedRows:
-    """Rows of a pass whose attention is added to the scores."""
-
-    scores: TopChunks  # receives the weights
-    rows: range  # the last rows of one sequence in the packed pass
-    cache: KVCacheView  # the cache that they attend to
-    positions: Tensor  # positions of its first slots, up to the last row's, int64 ``[n]``
-
-
-class TextScores:
-    """Adds up attention weights over layers and heads; an ``AttentionObserver``."""
-
-    def __init__(self, observed: Sequence[ObservedRows]) -> None:
-        self._observed = observed
-
-    def probes(self, layer: int) -> Sequence[Probe]:
-        """Return none: the weights are computed here, of few rows and their own chunk too."""
-        return ()
-
-    def rows(self, layer: int) -> Sequence[int]:
-        return [row for each in self._observed for row in each.rows]
-
-    def attended(self, layer: int, q: Tensor) -> None:
-        parts = q.split([len(each.rows) for each in self._observed])
-        for each, rows in zip(self._observed, parts, strict=True):
-            keys, _ = each.cache.layer(layer)
-            weights = attention_weights(rows, span(keys, 0, len(each.positions)))
-            each.scores.add(each.positions, weights.cpu())
-
-
-class LmPasses(TextPasses):
-    """Passes of ``lm`` for one generation.
+class LmSequence(DecoderSequence):
+    """A generation that ``lm`` drafts for.
 
     The first ``cached`` tokens of the text have their KV in the cache, followed by the nodes of the
-    newest tree that were fed. The rest of the text, which includes the anchor when a round begins,
+    newest chain that were fed. The rest of the text, which includes the anchor when a round begins,
     is fed with the round. A sequence whose KV does not fit frees it and drafts no more.
 
     Under a KV budget a round uses a second cache with copies of selected positions. The round's
-    tokens are fed to it, and the KV of those that are accepted is copied back to the whole cache,
-    so the budget may change between rounds. With ``keep=budget`` there is one cache, which a round
+    tokens are fed to it, and the KV of those that are text is copied back to the whole cache, so
+    the budget may change between rounds. With ``keep=budget`` there is one cache, which a round
     begins by dropping all but the selected positions.
     """
 
-    def __init__(self, drafter: LmDrafter, text: GrownText) -> None:
-        self._drafter, self.text = drafter, text
+    def __init__(self, drafter: LmDrafter, generation: GenerationInfo) -> None:
+        super().__init__(drafter, generation)
+        self._drafter = drafter
         self._cache: LocalCache | None = None
         self._sparse: LocalCache | None = None
+        # Positions of the text in the first slots of the cache that a round attends to, if they
+        # were selected.
         self.selected = torch.empty(0, dtype=torch.int64)
-        """Positions of the text in the first slots of the cache that a round attends to, if they
-        were selected."""
         self._dropped = 0  # tokens of the text whose KV was computed and dropped
         self._scores = TopChunks() if drafter.options.kv_policy == "chunk_topk" else None
         self._given_up = False
 
     @property
     def cache(self) -> LocalCache:
-        """Its KV, once :meth:`prepare` or :meth:`warm` has allocated it. Raises ``RuntimeError``:
-        it is not allocated yet, or freed."""
+        """Its KV. Raises ``RuntimeError`` if it is not allocated yet, or freed."""
         if self._cache is None:
             raise RuntimeError("this sequence has no KV: it was not allocated yet, or is freed")
         return self._cache
 
     @property
     def round_cache(self) -> LocalCache:
-        """The cache that a round attends to: its KV, or the copy of selected positions."""
+        """Its KV, or the copy of selected positions."""
         return self.cache if self._sparse is None else self._sparse
 
     @property
     def cached(self) -> int:
-        """Tokens of the text whose KV was computed."""
         return 0 if self._cache is None else len(self._cache) + self._dropped
+
+    @property
+    def slot(self) -> int:
+        return len(self.round_cache)
 
     @property
     def slots(self) -> int:
@@ -176,12 +108,8 @@ class LmPasses(TextPasses):
 
     @property
     def backlog(self) -> int:
-        exhausted = self._given_up or self.text.length > self._drafter.decoder.config.max_position
-        return 0 if exhausted else max(0, self.text.length - 1 - self.cached)
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        if self.text.beam is not None and tokens:
-            self._commit(self.text.beam.fed_path(tokens))
+        exhausted = self._given_up or self.length > self._drafter.decoder.config.max_position
+        return 0 if exhausted else max(0, self.length - 1 - self.cached)
 
     def warm(self, limit: int) -> None:
         count = min(limit, self.backlog)
@@ -193,80 +121,70 @@ class LmPasses(TextPasses):
             rows = range(max(0, count - OBSERVED), count)
             observed = ObservedRows(self._scores, rows, self.cache, self.positions(end))
             observer = TextScores([observed])
-        part = self.text.text_part(0, begin, end, len(self.cache))
-        self._drafter.forward([part], [self.cache], observer)
+        part = self.text_part(0, begin, end, len(self.cache))
+        self._drafter.model.read(HostDraft([text_pass([part])], [self.cache], observer=observer))
         self.cache.commit(range(count))
 
-    def prepare(self) -> bool:
+    def begin_round(self) -> bool:
         while self.backlog > CHUNK:
             self.warm(CHUNK)
         if self._given_up:
             return False
-        if self.cached == self.text.length:
+        if self.cached == self.length:
             # Nothing is new: the logits after the anchor are needed once more.
             self.cache.truncate(len(self.cache) - 1)
         if self._bounded:
             self._drop()
-            return self._reserve(self.text.length - self.cached + self.text.room)
-        return self._reserve(self.text.length - self.cached + self.text.room) and self._select()
+        more = self.length - self.cached + self.room
+        return self._reserve(more) and (self._bounded or self._select())
 
-    def begin_ahead(self) -> bool:
+    def continue_round(self) -> bool:
+        return self._dense and self._reserve(self.length - self.cached + self.room)
+
+    def goes_on(self) -> bool:
         # A copy of selected positions ends with its round, and only a new round drops any.
-        return self._sparse is None and not self._bounded and self.text.chain_grows()
-
-    def keep_ahead(self) -> bool:
-        return self._reserve(self.text.room)
-
-    def part(self, index: int) -> PassPart:
-        """Return what to feed for the next level; ``index`` is that of its cache in the pass."""
-        slot = len(self.round_cache)
-        if self.text.tree.level:
-            return self.text.tree_part(index, slot)
-        return self.text.text_part(index, self.cached, self.text.length, slot)
-
-    def add_level(self, logits: Tensor) -> None:
-        """Add a level to the tree from the logits of :meth:`part`, ``[frontier, V]``."""
-        if not self.text.tree.level:
-            self._commit(range(self.text.length - self.cached))
-        self.text.grow(logits)
+        return self._dense and super().goes_on()
 
     def fill(self, text: DraftText) -> None:
-        cache = self.cache
-        text.first, text.length = self.cached, self.text.length - 1
-        self._fed = torch.tensor(self.text.newest(text.first, self.text.length))
-        text.tokens = self._fed.data_ptr()
-        assert cache.table is not None
-        text.context = cache.table.address
-        cache.commit(range(self.text.length - self.cached))
+        text.first, text.length = self.cached, self.length - 1
+        self._fresh = torch.tensor(self.newest(text.first, self.length))
+        text.tokens = self._fresh.data_ptr()
+        assert self.cache.table is not None
+        text.context = self.cache.table.address
+
+    def keep_text(self, count: int) -> None:
+        if not count:
+            return
+        if self._sparse is None:
+            self.cache.commit(range(count))
+            return
+        begin = len(self._sparse)
+        self._sparse.commit(range(count))
+        self.cache.take(self._sparse, range(begin, begin + count))
 
     def observed_rows(self, stop: int) -> list[ObservedRows]:
-        """Return the rows of its part to be scored; the part ends before row ``stop``."""
-        scores = self._scores
-        everything = self._sparse is None and not self._bounded
-        if scores is None or self.text.tree.level > 0 or everything:
+        if self._scores is None or self.chain or self._dense:
             return []
-        positions = self.positions(self.text.length)
+        positions = self.positions(self.length)
         if self._sparse is not None:
-            positions = torch.cat([self.selected, torch.arange(self.cached, self.text.length)])
-        return [ObservedRows(scores, range(stop - 1, stop), self.round_cache, positions)]
+            positions = torch.cat([self.selected, torch.arange(self.cached, self.length)])
+        rows = range(stop - 1, stop)
+        return [ObservedRows(self._scores, rows, self.round_cache, positions)]
 
     def close(self) -> None:
         self._given_up = True
+        self.chain = []
         self._drafter.kv_slots -= self.slots
         self._cache = self._sparse = None
-
-    def _commit(self, nodes: Sequence[int]) -> None:
-        """Keep the KV of these nodes of the newest level as text."""
-        if self._sparse is None:
-            self.cache.commit(nodes)
-            return
-        begin = len(self._sparse)
-        self._sparse.commit(nodes)
-        self.cache.take(self._sparse, range(begin, begin + len(nodes)))
 
     @property
     def _bounded(self) -> bool:
         return self._drafter.options.keep == "budget"
+
+    @property
+    def _dense(self) -> bool:
+        """Whether a round attends to all positions."""
+        return self._sparse is None and not self._bounded
 
     def positions(self, stop: int) -> Tensor:
         """Return the positions below ``stop`` of the slots of its cache, int64 ``[n]``."""
@@ -287,7 +205,7 @@ class LmPasses(TextPasses):
         before, source = self.slots, self.cache
         self.selected = held[slots]
         self._dropped += len(held) - len(slots)
-        if source.capacity > 2 * (budget + CHUNK + self.text.room):  # that of the whole prompt
+        if source.capacity > 2 * (budget + CHUNK + self.room):  # that of the whole prompt
             self._cache = LocalCache(self._drafter.decoder.config, self._drafter.decoder.device)
         self.cache.truncate(0)
         self.cache.take(source, slots)
@@ -306,7 +224,7 @@ class LmPasses(TextPasses):
             self._sparse = LocalCache(self._drafter.decoder.config, self._drafter.decoder.device)
         self._sparse.truncate(0)
         self._sparse.take(self.cache, self.selected)
-        self._sparse.reserve(self.text.length - length + self.text.room)
+        self._sparse.reserve(self.length - length + self.room)
         return self._count(before)
 
     def _reserve(self, slots: int) -> bool:
@@ -335,21 +253,18 @@ class LmOptions(TreeOptions):
     min_survival: float = 0.03
     formats: ClassVar[tuple[str, ...]] = WEIGHTS
 
+    # KV budget: maximum number of positions that a round attends to; 0: all. The tokens since the
+    # last round and the tree are not counted. Unit: tokens.
     context: int = 0
-    """KV budget: most positions of the text that a round attends to; 0: all. The tokens since the
-    last round and the tree are not counted. Unit: tokens."""
-
+    # Positions within the budget: streaming (the first and the newest) or chunk_topk (the newest,
+    # and chunks of 8 by cumulative attention).
     kv_policy: str = "streaming"
-    """Positions within the budget: streaming (the first and the newest) or chunk_topk (the newest,
-    and chunks of 8 by cumulative attention)."""
-
+    # KV that is kept: all, so that a round may select any position, or budget: what a round does
+    # not select is dropped, and a sequence holds `context` positions after its prompt.
     keep: str = "all"
-    """KV that is kept: all, so that a round may select any position, or budget: what a round does
-    not select is dropped, and a sequence holds ``context`` positions after its prompt."""
-
+    # Maximum memory for the KV of all sequences. A sequence that does not fit drafts no more. Unit:
+    # GiB.
     kv_gib: float = 4.0
-    """Most memory for the KV of all sequences. A sequence that does not fit drafts no more.
-    Unit: GiB."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -372,14 +287,17 @@ class LmDrafter(Drafter):
     growth: TreeGrowth
 
     def __init__(self, decoder: Decoder, options: LmOptions, fit: Fit, size: int) -> None:
-        self.decoder, self.options = decoder, options
+        self.decoder, self.model, self.options = decoder, DecoderModel(decoder), options
         self.fit, self.weight_bytes, self.shape = fit, size, decoder.config
-        self.settings = settings = TreeSettings.of(decoder.config, options)
+        self.settings = settings = TreeSettings.of(
+            decoder.config, options, torch.device(decoder.device)
+        )
         self.max_nodes, self.max_depth = settings.max_nodes, settings.max_depth
+        # Maximum number of KV slots of all sequences, and how many they occupy.
         self.kv_limit = int(options.kv_gib * (1 << 30) / decoder.config.kv_bytes_per_token)
-        """Most KV slots of all sequences."""
-        self.kv_slots = 0  # KV slots that they occupy
-        self.growth = TreeGrowth(HostGrowth(self), *self._native_growth())
+        self.kv_slots = 0
+        chains, levels = ChainGrowth(self.model, settings), LevelGrowth(self.model, settings)
+        self.growth = TreeGrowth(*self._native_growth(), chains, levels)
 
     def _native_growth(self) -> list[NativeGrowth]:
         decoder, options = self.decoder, self.options
@@ -415,33 +333,5 @@ class LmDrafter(Drafter):
     def inspect(cls, folder: Path, target: ModelSource | None) -> Mapping[str, str]:
         return {"vocabulary": f"{load_config(folder).vocab_size:,} tokens"}
 
-    def start(self, generation: GenerationInfo) -> GrownSequence[LmPasses]:
-        text = GrownText(self.settings, generation)
-        return GrownSequence(self.growth, LmPasses(self, text))
-
-    def grow_level(self, growing: Sequence[LmPasses]) -> None:
-        parts = [each.part(index) for index, each in enumerate(growing)]
-        stops = accumulate(len(part.tokens) for part in parts)
-        observed = [
-            rows
-            for each, stop in zip(growing, stops, strict=True)
-            for rows in each.observed_rows(stop)
-        ]
-        logits = self.forward(
-            parts,
-            [each.round_cache for each in growing],
-            TextScores(observed) if observed else None,
-        )
-        for each, its in zip(growing, logits, strict=True):
-            each.add_level(its)
-
-    def forward(
-        self, parts: Sequence[PassPart], caches: Sequence[LocalCache], observer: TextScores | None
-    ) -> list[Tensor]:
-        """Logits of the parts of a pass, see :func:`forward_parts`."""
-
-        def run(tokens: Tensor, plan: TreePlan, rows: Tensor) -> Tensor:
-            decoder = self.decoder
-            return decoder.forward(tokens, plan, caches, logit_rows=rows, observer=observer).logits
-
-        return forward_parts(run, parts, self.decoder.device)
+    def start(self, generation: GenerationInfo) -> LmSequence:
+        return LmSequence(self, generation)

@@ -15,21 +15,17 @@ from paceline.kernels import MAX_TREE_NODES, SINKS
 class TreeOptions:
     """Options of every method whose trees grow by the passes of a model."""
 
+    # Nodes drafted at each level; the last number applies to all deeper levels.
     widths: tuple[int, ...] = ()
-    """Nodes drafted at each level; the last number applies to all deeper levels."""
-
     depth: int = 0  # maximum path; 0: as many levels as ``widths`` has numbers, in tokens
+    # Maximum number of nodes of a tree: the likeliest of those drafted; 0: all of them.
     max_nodes: int = 0
-    """Maximum number of nodes of a tree: the likeliest of those drafted; 0: all of them."""
-
     min_survival: float = 0.01  # nodes less likely than this to be accepted are not expanded
-    candidates: int = 256
-    """At temperatures above 0, the shared noise is added to this many likeliest tokens."""
+    candidates: int = 256  # likeliest tokens that rejection sampling draws from
 
+    # Format of the weights: auto (as stored), float32 or bfloat16, also the type of the KV; for
+    # methods whose weights are their own or the target's also int8 or int4.
     weights: str = "auto"
-    """Format of the weights: auto (as stored), float32 or bfloat16, also the type of the KV; for
-    methods whose weights are their own or the target's also int8 or int4."""
-
     formats: ClassVar[tuple[str, ...]] = ("auto", *FLOATS)  # known values of ``weights``
 
     @property

@@ -11,19 +11,17 @@ to a small survival (``min_survival``); the verifier corrects the confidences wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
-from torch import Tensor
-
 from paceline.checks import check_range
 from paceline.convert import prepare
 from paceline.decoder import Decoder, LocalCache
-from paceline.drafter.growth.host import HostGrowth, forward_parts
-from paceline.drafter.growth.sequence import GrownSequence, TreeGrowth
-from paceline.drafter.growth.text import GrownText, PassPart, TextPasses, TreeSettings, required
+from paceline.drafter.growth.chain import ChainGrowth, DecoderModel, DecoderSequence
+from paceline.drafter.growth.levels import LevelGrowth
+from paceline.drafter.growth.sequence import TreeGrowth, TreeSettings, required
 from paceline.drafter.kv import KvOptions
 from paceline.drafter.methods.base import (
     Drafter,
@@ -43,84 +41,76 @@ from paceline.drafter.methods.checkpoint import (
 )
 from paceline.drafter.methods.options import TreeOptions, check_context
 from paceline.formats import WEIGHTS
-from paceline.kernels import TreePlan
 from paceline.service.phases import packing
 
+# Maximum number of tokens behind the target's KV that a round feeds. With more of them, as after a
+# lost connection, catching up would take longer than a draft saves: the tree is empty. Unit:
+# tokens.
 MAX_NEW_TOKENS = 128
-"""Maximum number of tokens behind the target's KV that a round feeds. With more of them, as after
-a lost connection, catching up would take longer than a draft saves: the tree is empty.
-Unit: tokens."""
-
-"""Longest wait for the verifier's weights. Unit: seconds."""
 
 
-class SelfSpecPasses(TextPasses):
-    """Passes of ``selfspec`` for one generation.
+class SelfSpecSequence(DecoderSequence):
+    """A generation that ``selfspec`` drafts for.
 
     Each round begins with a cache of the target's selected positions, in any order, since their
     keys are rotated already. They are followed by the tokens that the target's KV does not contain
-    yet, which include the anchor, and then by the nodes of the tree.
+    yet, which include the anchor, and then by the drafted nodes.
     """
 
-    def __init__(
-        self, drafter: SelfSpecDrafter, text: GrownText, generation: GenerationInfo
-    ) -> None:
-        self._drafter, self.text = drafter, text
+    def __init__(self, drafter: SelfSpecDrafter, generation: GenerationInfo) -> None:
+        super().__init__(drafter, generation)
+        self._drafter = drafter
         self.kv = required(generation.kv, "selfspec", "KV")
-        self.cache = LocalCache(drafter.decoder.config, drafter.decoder.device)
-        self._begin = self._slot = self._fed = 0
+        self._cache = LocalCache(drafter.decoder.config, drafter.decoder.device)
+        self._begin = self._selected = 0  # positions of the target's KV, and those that are copied
+        self._kept = 0  # positions behind the target's KV that were computed here
 
-    def prepare(self) -> bool:
-        """Copies the selected positions of all layers. Returns False without any, or too few."""
+    @property
+    def round_cache(self) -> LocalCache:
+        return self._cache
+
+    @property
+    def cached(self) -> int:
+        return self._begin + self._kept
+
+    @property
+    def slot(self) -> int:
+        return self._selected + self._kept
+
+    def begin_round(self) -> bool:
+        """Copy the selected positions of all layers. Returns False without any, or too few."""
         self.kv.check()
-        below = self.text.length - 1
-        budget = self._drafter.needs.kv_budget_at(below)
-        self._begin = self.kv.refresh(below, budget)
-        layers = [self.kv.parts(layer) for layer in self._drafter.needs.kv_layers]
-        self._slot = sum(keys.shape[1] for keys, _ in layers[0])
-        new = self.text.length - self._begin
-        if not self._slot or new > MAX_NEW_TOKENS:
+        below, needs = self.length - 1, self._drafter.needs
+        self._begin, self._kept = self.kv.refresh(below, needs.kv_budget_at(below)), 0
+        layers = [self.kv.parts(layer) for layer in needs.kv_layers]
+        self._selected = sum(keys.shape[1] for keys, _ in layers[0])
+        new = self.length - self._begin
+        if not self._selected or new > MAX_NEW_TOKENS:
             return False
-        self.cache.reserve(self._slot + new + self.text.room)
+        self._cache.reserve(self._selected + new + self.room)
         for layer, parts in enumerate(layers):
-            own_keys, own_values = self.cache.layer(layer)
             begin = 0
-            for keys, values in parts:
-                stop = begin + keys.shape[1]
-                own_keys[:, begin:stop] = keys
-                own_values[:, begin:stop] = values
+            for part in parts:
+                stop = begin + part[0].shape[1]
+                for plane, copied in zip(self._cache.layer(layer), part, strict=True):
+                    plane[:, begin:stop] = copied
                 begin = stop
         return True
 
-    def keep_ahead(self) -> bool:
-        """Counts the drafted tokens that were accepted as text; their KV stays this drafter's."""
+    def continue_round(self) -> bool:
         self.kv.check()
-        fed = self.text.length - self._begin
-        self._slot += fed - self._fed
-        self._fed = fed
-        return fed <= MAX_NEW_TOKENS and self._slot + self.text.room <= self.cache.capacity
+        new = self.length - self._begin
+        fits = self._selected + new + self.room <= self._cache.capacity
+        return fits and new <= MAX_NEW_TOKENS
 
-    def part(self, index: int) -> PassPart:
-        """Returns what to feed for the next level; ``index`` is that of its cache in the pass."""
-        if self.text.tree.level:
-            return self.text.tree_part(index, self._slot)
-        return self.text.text_part(index, self._begin, self.text.length, self._slot)
-
-    def add_level(self, logits: Tensor) -> None:
-        """Adds a level to the tree from the logits of :meth:`part`, ``[frontier, V]``."""
-        if not self.text.tree.level:
-            self._fed = self.text.length - self._begin
-            self._slot += self._fed
-        self.text.grow(logits)
-
-    def begin_ahead(self) -> bool:
-        return self.text.chain_grows()
+    def keep_text(self, count: int) -> None:
+        self._kept += count
 
     def finish(self) -> None:
         self.kv.check()
 
     def close(self) -> None:
-        del self.cache
+        del self._cache
 
 
 @dataclass(frozen=True)
@@ -132,17 +122,14 @@ class SelfSpecOptions(TreeOptions, KvOptions):
     min_survival: float = 0.02
     formats: ClassVar[tuple[str, ...]] = WEIGHTS
 
+    # KV budget: maximum number of the target's positions that a round reads a layer; 0: all.
     context: int = 512
-    """KV budget: most positions of the target's KV that a round reads per layer; 0: all."""
-
+    # KV budget as a share of the text, where that is more than `context`. SpecAttn uses 0.07.
     ratio: float = 0.0
-    """KV budget as a share of the text, where that is more than ``context``. SpecAttn uses 0.07."""
-
+    # Whether to have one copy of the weights with a verifier on this host that has them in the same
+    # format: always, also where the system has no huge pages for files (then the verifier needs
+    # --share-weights), or auto: where it has.
     share_weights: str = "auto"
-    """Whether to have one copy of the weights with a verifier on this host that has them in the
-    same format: always, also where the system has no huge pages for files (then the verifier needs
-    --share-weights), or auto: where it has."""
-
     lora: str = ""  # folder of the target's LoRA adapter; empty: it has none
 
     def __post_init__(self) -> None:
@@ -164,9 +151,10 @@ class SelfSpecDrafter(Drafter):
     def __init__(self, decoder: Decoder, options: SelfSpecOptions, fit: Fit, size: int) -> None:
         self.decoder, self.shape = decoder, decoder.config
         self.fit, self.weight_bytes = fit, size
-        self.settings = settings = TreeSettings.of(decoder.config, options)
+        self.settings = settings = TreeSettings.of(decoder.config, options, decoder.device)
         self.max_nodes, self.max_depth = settings.max_nodes, settings.max_depth
-        self.growth = TreeGrowth(HostGrowth(self))
+        model = DecoderModel(decoder)
+        self.growth = TreeGrowth(ChainGrowth(model, settings), LevelGrowth(model, settings))
         layers = tuple(range(decoder.config.layers))
         self.needs = Needs(layers, options, options.context, options.ratio)
 
@@ -195,17 +183,5 @@ class SelfSpecDrafter(Drafter):
         refuse_recurrent(cls.method, decoder.config)
         return cls(decoder, parsed, fit, 0 if share else about.source_bytes)
 
-    def start(self, generation: GenerationInfo) -> GrownSequence[SelfSpecPasses]:
-        text = GrownText(self.settings, generation)
-        return GrownSequence(self.growth, SelfSpecPasses(self, text, generation))
-
-    def grow_level(self, growing: Sequence[SelfSpecPasses]) -> None:
-        caches = [each.cache for each in growing]
-
-        def run(tokens: Tensor, plan: TreePlan, rows: Tensor) -> Tensor:
-            return self.decoder.forward(tokens, plan, caches, logit_rows=rows).logits
-
-        parts = [each.part(index) for index, each in enumerate(growing)]
-        logits = forward_parts(run, parts, self.decoder.device)
-        for each, its in zip(growing, logits, strict=True):
-            each.add_level(its)
+    def start(self, generation: GenerationInfo) -> SelfSpecSequence:
+        return SelfSpecSequence(self, generation)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,14 +15,20 @@ from torch import Tensor
 from paceline.convert import ModelSource, open_model
 from paceline.convert.weights import Checkpoint
 from paceline.decoder.config import Rope
-from paceline.drafter.growth.device import DeviceGrowth
-from paceline.drafter.growth.graphs import DraftGraphs, GraphModel
-from paceline.drafter.growth.host import HostGrowth, LevelModel
+from paceline.drafter.growth.graphs import DraftGraphs, PassShape
+from paceline.drafter.growth.levels import HostDraft, LevelGrowth, LevelTrees, Passes, TreeShape
 from paceline.drafter.growth.native import NativeGrowth
-from paceline.drafter.growth.sequence import TreeGrowth
-from paceline.drafter.growth.text import GrownText, Growth, PassPart, TreeSettings, required
+from paceline.drafter.growth.sequence import (
+    GrownSequence,
+    Growth,
+    PassPart,
+    TreeGrowth,
+    TreeSettings,
+    required,
+)
 from paceline.drafter.kv import TRANSPORTS
 from paceline.drafter.methods.base import (
+    Drafter,
     Fit,
     GenerationInfo,
     Needs,
@@ -42,7 +48,6 @@ from paceline.drafter.methods.checkpoint import (
     required_folder,
 )
 from paceline.drafter.methods.layers import (
-    DraftModel,
     LayerWeights,
     TappedShape,
     drafted_tokens,
@@ -67,21 +72,18 @@ from paceline.kernels.structures import DraftText
 
 logger = logging.getLogger("paceline.drafter")
 
+# Known values of the option `weights` where matrices can be quantised.
 FORMATS = (*TreeOptions.formats, "int8", "int4")
-"""Known values of the option ``weights`` where matrices can be quantised."""
 
 _GROWTH = 512
-Options = TypeVar("Options", bound=TreeOptions)
-Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
 class TargetOptions:
     """Options of every method whose drafters share a target's embedding and LM head."""
 
+    # Folder of the target, for its embedding and LM head; empty: the drafter's folder has them.
     target: str = ""
-    """Folder of the target, for its embedding and LM head; empty: the drafter's folder has them."""
-
     lora: str = ""  # folder of the target's LoRA adapter; empty: it has none
 
 
@@ -89,9 +91,9 @@ class TargetOptions:
 class StateOptions:
     """Options of methods that read the target's hidden states."""
 
+    # Transport of hidden states: map (the verifier's memory), follow (copies over gRPC), or auto:
+    # map where the drafter service can open the verifier's Unix socket, else follow.
     states: str = "auto"
-    """Transport of hidden states: map (the verifier's memory), follow (copies over gRPC), or auto:
-    map where the drafter service can open the verifier's Unix socket, else follow."""
 
     def check(self, widths: tuple[int, ...]) -> None:
         """Raises ``ValueError`` if the transport is unknown, or no widths are given."""
@@ -127,6 +129,7 @@ class DraftLayers(ABC):
     config: Any  # shape, a :class:`~paceline.drafter.methods.layers.LayerShape`
     cached_layers: int = 1  # layers with keys and values of a text
     context_layers: int = 0  # layers that attend to contexts
+    captured = True  # whether drafts can be captured as CUDA graphs
 
     def __init__(
         self,
@@ -153,6 +156,23 @@ class DraftLayers(ABC):
     def record(self, tensors: LayerWeights) -> list[Program]:
         """Return the programs. The first writes keys and values of a text, and computes nothing
         else; the last drafts."""
+
+    @abstractmethod
+    def draft_passes(self, batch: Sequence[Any], shape: TreeShape) -> HostDraft:
+        """Return the passes of a draft for generations whose trees have this shape."""
+
+    @abstractmethod
+    def grow(self, passes: Passes, trees: LevelTrees) -> None:
+        """Grow trees by these passes, without waiting for a GPU."""
+
+    @abstractmethod
+    def pass_shapes(self, fed: int, shape: TreeShape) -> list[PassShape]:
+        """Return the shapes of a draft's passes for texts with ``fed`` new positions."""
+
+    @abstractmethod
+    def native_draft(self, programs: list[NativeProgram], ids: Tensor) -> NativeDraft | None:
+        """Return what drafts in one native call by :attr:`native`, None if nothing can; ``ids``
+        are the target's ids of the logits, int64 ``[R]``."""
 
     @property
     def native(self) -> list[NativeProgram] | None:
@@ -234,8 +254,8 @@ class WindowCache:
 
     def _keep(self, store: Tensor) -> None:
         self._store = store
+        # Where keys and values lie, `[layers, 2, Hkv, slots, D]`, dense.
         self.address, self.slots = store.data_ptr(), store.shape[3]
-        """Where keys and values lie, ``[layers, 2, Hkv, slots, D]``, dense."""
         self._views = [(both[0], both[1]) for both in store]
         self.table = LayerTable.of(self._views)
 
@@ -253,98 +273,93 @@ def fill_cache(text: DraftText, cache: WindowCache, anchor: int) -> None:
     text.context, text.base, text.anchor = cache.table.address, cache.base, anchor
 
 
-class TextStates:
-    """The target's hidden states of a text, and the cache of what was made of them."""
+class StateSequence(GrownSequence):
+    """A generation whose drafter reads the target's hidden states, with a cache of what was made of
+    them."""
 
     def __init__(
-        self, layers: DraftLayers, method: str, text: GrownText, generation: GenerationInfo,
+        self,
+        drafter: TargetDrafter,
+        generation: GenerationInfo,
         extra: int,
-    ) -> None:  # fmt: skip
-        """Begin without any; ``extra`` as of :class:`WindowCache`.
-
-        Raises:
-            ValueError: The generation comes without hidden states.
-        """
-        self.reader = required(generation.states, method, "hidden states")
-        self.cache = WindowCache(layers, extra)
-        self._text = text
-
-    @property
-    def backlog(self) -> int:
-        """Positions whose states can be read and are not in the cache."""
-        return max(0, self.readable - self.cache.next_position(self.readable))
+        kept: int | None = None,
+    ) -> None:
+        """Begin without any; ``extra`` as of :class:`WindowCache`. Raises ``ValueError`` if the
+        generation comes without hidden states."""
+        super().__init__(drafter, generation, kept)
+        self.states = required(generation.states, drafter.method, "hidden states")
+        self.cache = WindowCache(drafter.layers, extra)
+        self._drafter = drafter
 
     @property
     def readable(self) -> int:
-        """Positions below this are read: committed ones, and none beyond this text's anchor."""
-        return min(self.reader.committed, self._text.length - 1)
+        """End of the positions that may be read: all committed ones before the anchor."""
+        return min(self.states.committed, self.length - 1)
+
+    @property
+    def backlog(self) -> int:
+        return max(0, self.readable - self.cache.next_position(self.readable))
 
     def prepare(self) -> bool:
-        """Return whether the hidden states of all positions before the anchor are there.
+        """Return whether the hidden states of all positions before the anchor are there."""
+        self.states.check()
+        return self.readable >= self.length - 1 > 0
 
-        Raises:
-            KvGone: The cache that they are of is gone.
-        """
-        self.reader.check()
-        return self.readable >= self._text.length - 1 > 0
+    def finish(self) -> None:
+        self.states.check()
 
 
-@dataclass(frozen=True)
-class TargetParts(Generic[Options]):
-    """What a method consists of whose layers share a target's embedding and LM head."""
+class TargetDrafter(Drafter):
+    """A drafter whose layers share a target's embedding and LM head."""
 
-    method: str  # name of the parameter
-    options: type[Options]  # its options, which are :class:`TargetOptions` too
-    layers: type[DraftLayers]  # its layers
-    model: type[DraftModel]  # the drafter in training, whose tensors have the same names
-    read_config: Callable[[Path, ModelSource | None], tuple[Any, torch.dtype]]
-    """Reads the shape of the layers from a folder, and the type of its tensors."""
+    path_options: ClassVar[tuple[str, ...]] = ("target",)
+    option_type: ClassVar[type[TreeOptions]]  # its options, which are :class:`TargetOptions` too
+    layer_type: ClassVar[type[DraftLayers]]  # its layers
+    sequence_type: ClassVar[type[GrownSequence]]  # its generations
+    growth: TreeGrowth
 
+    def __init__(self, layers: Any, options: Any, fit: Fit, size: int) -> None:
+        """Build a drafter of layers and options; ``size`` is the bytes of its own weights."""
+        self.layers, self.options = layers, options
+        self.shape, self.device = layers.config, layers.device
+        self.fit, self.needs, self.weight_bytes = fit, options.needs(layers.config), size
+        self.drafted_tokens = layers.embedding.tokens
+        self.settings = TreeSettings.of(layers.config, options, layers.device, self.drafted_tokens)
+        self.max_nodes, self.max_depth = self.settings.max_nodes, self.settings.max_depth
+        self.growth = self._growth()
+
+    @classmethod
+    def read_config(cls, folder: Path, target: ModelSource | None) -> tuple[Any, torch.dtype]:
+        """Read the shape of the layers from a folder, and the type of its tensors."""
+        raise NotImplementedError
+
+    @classmethod
     def load(
-        self,
-        make: Callable[[Any, Options, Fit, int], Made],
-        folder: Path | None,
-        options: Mapping[str, str],
-        resources: Resources,
-    ) -> Made:
-        """Load a folder.
-
-        Args:
-            make: Makes the drafter of layers, options, fit and the bytes of its own weights.
-            folder: That of the drafter.
-            options: Option name to value.
-            resources: Hardware that it uses.
-
-        Raises:
-            LoadError: The folder or an option is invalid.
-        """
-        folder = required_folder(self.method, folder)
-        parsed = parse_options(self.options, options)
+        cls, folder: Path | None, options: Mapping[str, str], resources: Resources
+    ) -> TargetDrafter:
+        folder = required_folder(cls.method, folder)
+        parsed = parse_options(cls.option_type, options)
         fit = read_fit(folder)
-        return load_model(folder, resources, self._read, make, folder, fit, parsed, resources)
+        return load_model(folder, resources, cls._read, folder, fit, parsed, resources)
 
-    def inspect(self, folder: Path, target: ModelSource | None) -> dict[str, str]:
-        """See :meth:`~paceline.drafter.methods.base.Drafter.inspect`."""
-        config, _ = self.read_config(folder, target)
+    @classmethod
+    def inspect(cls, folder: Path, target: ModelSource | None) -> Mapping[str, str]:
+        config, _ = cls.read_config(folder, target)
         check_own_tensors(folder, config)
-        check_tensors(folder, config, self.model)
+        check_tensors(folder, config)
         drafted_tokens(folder, config)
         if target is not None:
             check_shape(folder, config, target)
         return {}
 
-    def _read(
-        self,
-        make: Callable[[Any, Options, Fit, int], Made],
-        folder: Path,
-        fit: Fit,
-        options: Options,
-        resources: Resources,
-    ) -> Made:
-        assert isinstance(options, TargetOptions)
+    def start(self, generation: GenerationInfo) -> GrownSequence:
+        return self.sequence_type(self, generation)
+
+    @classmethod
+    def _read(cls, folder: Path, fit: Fit, options: Any, resources: Resources) -> TargetDrafter:
         device = resources.device
         target = open_model(options.target, options.lora) if options.target else None
-        config, stored = self.read_config(folder, target)
+        config, stored = cls.read_config(folder, target)
         known = {"float32": torch.float32, "bfloat16": torch.bfloat16}
         dtype = known.get(options.weights, stored)
         bits = weight_bits(options.weights, folder, device)
@@ -352,41 +367,25 @@ class TargetParts(Generic[Options]):
             fit = check_target(folder, target, fit)
             check_shape(folder, config, target)
         embedding = TargetEmbedding.read(folder, target, config, dtype, device, bits)
-        weights = load_weights(folder, config, self.model, dtype, device)
+        weights = load_weights(folder, config, dtype, device)
         with torch.inference_mode():
-            layers = self.layers(
+            layers = cls.layer_type(
                 config, weights, embedding, dtype, device, bits, resources.numerics
             )
-        return make(layers, options, fit, open_model(folder).weight_bytes + embedding.private_bytes)
+        return cls(layers, options, fit, open_model(folder).weight_bytes + embedding.private_bytes)
 
-
-class TargetModel(LevelModel, GraphModel, Protocol):
-    """A model whose trees grow by levels, in one native call, or on its device."""
-
-    @property
-    def layers(self) -> DraftLayers:
-        """Its layers."""
-
-    @property
-    def captured(self) -> bool:
-        """Whether its drafts can be captured as CUDA graphs."""
-
-    def native_draft(self, programs: list[NativeProgram], ids: Tensor) -> NativeDraft | None:
-        """Return what drafts in one native call by :attr:`DraftLayers.native`, if that is
-        possible; ``ids`` are the target's ids of the logits, int64 ``[R]``."""
-
-
-def target_growth(model: TargetModel, settings: TreeSettings) -> TreeGrowth:
-    """Return how the trees of a model grow, with all CUDA graphs captured."""
-    layers, preferred = model.layers, list[Growth]()
-    if (programs := layers.native) is not None:
-        ids = torch.arange(settings.vocab_size) if settings.drafted is None else settings.drafted
-        if (draft := model.native_draft(programs, ids)) is not None:
-            preferred.append(NativeGrowth(draft, layers.rope, settings))
-    if settings.device.type != "cpu":
-        kernels = settings.device.type == "cuda"
-        graphs = DraftGraphs(model, settings) if kernels and model.captured else None
-        growth = DeviceGrowth(model, settings, kernels=kernels, graphs=graphs)
-        growth.warm_up()
-        preferred.append(growth)
-    return TreeGrowth(HostGrowth(model), *preferred)
+    def _growth(self) -> TreeGrowth:
+        """Return how trees grow, with all CUDA graphs captured."""
+        layers, settings, ways = self.layers, self.settings, list[Growth]()
+        if (programs := layers.native) is not None:
+            count = settings.vocab_size
+            ids = torch.arange(count) if settings.drafted is None else settings.drafted
+            if (draft := layers.native_draft(programs, ids)) is not None:
+                ways.append(NativeGrowth(draft, layers.rope, settings))
+        graphs = None
+        if settings.device.type == "cuda" and layers.captured:
+            slots = self.needs.kv_budget
+            graphs = DraftGraphs(layers, settings, self.method, slots)
+        levels = LevelGrowth(layers, settings, graphs)
+        levels.warm_up()
+        return TreeGrowth(*ways, levels)

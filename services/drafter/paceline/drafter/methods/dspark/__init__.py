@@ -2,9 +2,7 @@
 
 See DSpark, section 3: a parallel backbone drafts a block, a small sequential head makes each token
 of the block depend on the previous one, and a confidence head estimates whether each is accepted.
-Without the two heads it is DFlash. Training imports
-:mod:`~paceline.drafter.methods.dspark.module`, the drafter in dense PyTorch. The backbone that
-drafts (:mod:`~paceline.drafter.methods.dspark.drafter`) is tested against it.
+Without the two heads it is DFlash.
 """
 
 from paceline.drafter.methods.dspark.config import (
@@ -15,13 +13,11 @@ from paceline.drafter.methods.dspark.config import (
     save_dspark,
 )
 from paceline.drafter.methods.dspark.heads import ConfidenceHead, MarkovHead
-from paceline.drafter.methods.dspark.module import DSparkModel
 
 __all__ = [
     "MARKOV_HEADS",
     "ConfidenceHead",
     "DSparkConfig",
-    "DSparkModel",
     "Layout",
     "MarkovHead",
     "read_dspark",

@@ -36,8 +36,8 @@ from paceline.drafter.methods.layers import (
 
 METHOD = "dspark"
 TEMPERATURES = "confidence_temperatures"  # key of the ``paceline`` section
+# Sequential heads that published checkpoints have: DSpark's, and that of DFlash 2.
 MARKOV_HEADS = ("vanilla", "product")
-"""Sequential heads that published checkpoints have: DSpark's, and that of DFlash 2."""
 
 _DEEPSPEC_MODEL = "Qwen3DSparkModel"
 _DFLASH_MODELS = ("DFlashDraftModel", "DFlash2DraftModel", "DSparkDraftModel")
@@ -66,46 +66,35 @@ class DSparkConfig(TappedShape):
     layers: int  # layers of the backbone
     block: int  # tokens fed in one pass: the anchor and mask tokens after it
     mask_token: int  # token id that is fed for each token to be drafted
+    # Whether each position of the block predicts the next token, the anchor's the first one
+    # (DSpark). If false, a mask's position predicts its own token, and the anchor's predicts
+    # nothing (DFlash).
     from_anchor: bool = True
-    """Whether each position of the block predicts the next token, the anchor's the first one
-    (DSpark). If false, a mask's position predicts its own token, and the anchor's predicts nothing
-    (DFlash)."""
-
+    # The window of each layer; none: `window`, which is the largest, for all layers.
     windows: tuple[int, ...] = ()
-    """The window of each layer; none: ``window``, which is the largest, for all layers."""
-
+    # For each layer, whether a position of the block attends only to those up to itself; none: all
+    # attend to the whole block. The window of a causal layer moves with the position, that of
+    # others is the anchor's.
     causal: tuple[bool, ...] = ()
-    """For each layer, whether a position of the block attends only to those up to itself; none: all
-    attend to the whole block. The window of a causal layer moves with the position, that of others
-    is the anchor's."""
-
+    # Whether the projected hidden states of the position before the anchor are added to every
+    # embedding of the block, as in EAGLE. If false, they are read by attention alone, as in DSpark.
     state_input: bool = False
-    """Whether the projected hidden states of the position before the anchor are added to every
-    embedding of the block, as in EAGLE. If false, they are read by attention alone, as in
-    DSpark."""
-
     markov_rank: int = 0  # rank of the sequential head (equation 5); 0: there is none
+    # `vanilla` (equation 5), or `product` with a projection of the hidden state (DFlash 2).
     markov_head: str = "vanilla"
-    """``vanilla`` (equation 5), or ``product`` with a projection of the hidden state (DFlash 2)."""
-
+    # Whether W1 has a row for every token although the vocabulary is reduced.
     markov_all: bool = False
-    """Whether W1 has a row for every token although the vocabulary is reduced."""
-
+    # The sequential head chooses among this many best tokens of the backbone; 0: all.
     markov_best: int = 0
-    """The sequential head chooses among this many best tokens of the backbone; 0: all."""
-
     confidence: bool = False  # whether there is a confidence head (equation 7)
+    # Whether its input includes the previous token's Markov embedding; needs a `markov_rank`.
     confidence_markov: bool = False
-    """Whether its input includes the previous token's Markov embedding; needs a ``markov_rank``."""
-
+    # For each level, what the logit of the confidence is divided by (sequential temperature
+    # scaling, section 3.2.1); none: 1.
     confidence_temperatures: tuple[float, ...] = ()
-    """For each level, what the logit of the confidence is divided by (sequential temperature
-    scaling, section 3.2.1); none: 1."""
-
+    # Kernel size and group size of the convolutions around attention and feed-forward blocks
+    # (DFlash 2); None if there are none.
     conv: tuple[int, int] | None = None
-    """Kernel size and group size of the convolutions around attention and feed-forward blocks
-    (DFlash 2); None if there are none."""
-
     embedding_factor: float = 1.0  # factor on embeddings
     logit_factor: float = 1.0  # factor on the backbone's logits
     logit_cap: float = 0.0  # soft cap of the backbone's logits; 0: none
@@ -161,6 +150,32 @@ class DSparkConfig(TappedShape):
         if self.markov_all:
             return self.vocab_size
         return self.drafted + (1 if self.draft_vocab_size else 0)
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        wide, rank = self.hidden, self.markov_rank
+        shapes: dict[str, tuple[int, ...]] = {
+            "fc.weight": (wide, len(self.taps) * wide),
+            "hidden_norm.weight": (wide,),
+            "norm.weight": (wide,),
+        }
+        for layer in range(self.layers):
+            base = f"layers.{layer}."
+            shapes |= self.layer_tensors(base, head_norms=True)
+            for name in ("attention_conv", "mlp_conv") if self.conv else ():
+                size, group = self.conv or (0, 1)
+                shapes[f"{base}{name}.base_kernel"] = (2, size, wide)
+                projection = (2 * size * (wide // group), wide)
+                shapes[f"{base}{name}.kernel_projection.weight"] = projection
+        if rank:
+            shapes["markov_head.markov_w1.weight"] = (self.markov_rows, rank)
+            shapes["markov_head.markov_w2.weight"] = (self.drafted, rank)
+            if self.markov_head == "product":
+                shapes["markov_head.gate_proj.weight"] = (rank, wide)
+        if self.confidence:
+            read = wide + rank if self.confidence_markov else wide
+            shapes["confidence_head.proj.weight"] = (1, read)
+            shapes["confidence_head.proj.bias"] = (1,)
+        return shapes
 
     @classmethod
     def for_target(cls, path: str | Path, *, confidence: bool = True, **fields: Any) -> Self:
@@ -418,7 +433,7 @@ def save_dspark(
     Args:
         folder: Created if it does not exist.
         config: Shape of the drafter.
-        weights: State dict of a :class:`~paceline.drafter.methods.dspark.DSparkModel`.
+        weights: Its tensors by name.
         target: The target that it was trained for.
         dtype: Type of the tensors in the file.
         notes: Written to the ``paceline`` section as ``training``: how it was trained.

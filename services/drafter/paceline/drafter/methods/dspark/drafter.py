@@ -2,8 +2,7 @@
 
 After Cheng et al., "DSpark: Confidence-Scheduled Speculative Decoding with Semi-Autoregressive
 Generation", section 3. A folder without heads is DFlash. The backbone attends to the target's
-hidden states at all committed positions before the anchor, or at the last ``window``. Scores
-include the verifier's noise, and trees grow as in :mod:`paceline.drafter.growth.beam`; a level
+hidden states at all committed positions before the anchor, or at the last ``window``. A level
 costs one pass of the heads.
 """
 
@@ -20,36 +19,27 @@ from torch import Tensor
 
 from paceline.convert import ModelSource, load_config
 from paceline.decoder import UnsupportedModelError
-from paceline.drafter.growth.device import (
-    DeviceTrees,
-    HostDraft,
-    HostPass,
-    Passes,
-    TreeShape,
-)
 from paceline.drafter.growth.graphs import PassShape
-from paceline.drafter.growth.sequence import GrownSequence, TreeGrowth
+from paceline.drafter.growth.levels import HostDraft, HostPass, LevelTrees, Passes, TreeShape
+from paceline.drafter.growth.sequence import chain_blocks
 from paceline.drafter.growth.target_data import StateRows
-from paceline.drafter.growth.text import GrownText, TextPasses, TreeSettings, chain_blocks
 from paceline.drafter.kv.reader import StateSlice
-from paceline.drafter.methods.base import SECTION, Drafter, Fit, GenerationInfo, Resources
+from paceline.drafter.methods.base import SECTION, Fit, GenerationInfo
 from paceline.drafter.methods.dspark.config import DSparkConfig, layout_of, read_dspark
 from paceline.drafter.methods.dspark.heads import DSparkHeads
-from paceline.drafter.methods.dspark.module import DSparkModel
 from paceline.drafter.methods.layers import LayerWeights
 from paceline.drafter.methods.options import TreeOptions
 from paceline.drafter.methods.target_drafter import (
     FORMATS,
     DraftLayers,
     StateOptions,
+    StateSequence,
+    TargetDrafter,
     TargetOptions,
-    TargetParts,
-    TextStates,
     WindowCache,
     fill_cache,
-    target_growth,
 )
-from paceline.kernels import Context, Program, QueryBlock, send
+from paceline.kernels import Context, Program, QueryBlock
 from paceline.kernels.draft import DraftBlockModel, NativeDraft
 from paceline.kernels.executor import NativeProgram
 from paceline.kernels.structures import DraftText
@@ -141,6 +131,57 @@ class DSparkBackbone(DraftLayers):
         shape = (-1, self.config.levels)
         return result.taps[0].unflatten(0, shape), result.logits.unflatten(0, shape)
 
+    @property
+    def captured(self) -> bool:  # type: ignore[override]
+        return self.config.conv is None
+
+    def native_draft(self, programs: list[NativeProgram], ids: Tensor) -> NativeDraft | None:
+        config, heads = self.config, self.heads.native()
+        if heads is None:
+            return None
+        block = DraftBlockModel(
+            programs[0],
+            length=config.block,
+            levels=config.levels,
+            mask=config.mask_token,
+            state_input=config.state_input,
+            head=heads[0],
+            confidence=heads[1],
+        )
+        return NativeDraft(programs[1], self.dtype, ids, block)
+
+    def pass_shapes(self, fed: int, shape: TreeShape) -> list[PassShape]:
+        config = self.config
+        windows = tuple((w + 1 if w else None) for w, causal in config.attention if causal)
+        contexts = tuple(
+            (w + config.block if w else None) for w, causal in config.attention if not causal
+        )
+        states = PassShape(fed, 2, inputs=len(config.taps) * config.hidden, taps=len(config.taps))
+        block = PassShape(config.block, 1, windows, contexts, True, config.levels)
+        if config.state_input:
+            block = replace(block, inputs=states.inputs, taps=states.taps)
+        return [states, block]
+
+    def draft_passes(self, batch: Sequence[DSparkSequence], shape: TreeShape) -> HostDraft:
+        found = [sequence.new_states() for sequence in batch]
+        caches = [sequence.cache for sequence in batch]
+        states = self.states_pass(
+            [(n, caches[n], new) for n, new in enumerate(found) if new is not None]
+        )
+        block, contexts = self.block_pass(
+            [(each.cache, each.tokens[-1], each.newest_states()) for each in batch]
+        )
+        return HostDraft([states, block], caches, contexts)
+
+    def grow(self, passes: Passes, trees: LevelTrees) -> None:
+        hidden, logits = self.draft(passes)
+        before = passes.tokens(1).view(len(hidden), -1)[:, :1]  # the anchors
+        while trees.grows:
+            level = trees.level
+            scores, logs = self.heads.forward(hidden[:, level], logits[:, level], before, level)
+            trees.add_level(scores.flatten(0, 1), logs)
+            before = trees.tokens[:, trees.frontier]
+
 
 def _record_context(backbone: DSparkBackbone, tensors: LayerWeights) -> Program:
     """Hidden states to the keys and values of all layers."""
@@ -205,8 +246,8 @@ def _record_block(backbone: DSparkBackbone, tensors: LayerWeights) -> Program:
     return program.finish()
 
 
-class DSparkPasses(TextPasses):
-    """Passes of ``dspark`` for one generation.
+class DSparkSequence(StateSequence):
+    """A generation that ``dspark`` drafts for.
 
     A round adds the hidden states since the last round to the context, runs the backbone once over
     the block after it, and grows a tree with the heads alone. All paths of a level share the
@@ -214,96 +255,62 @@ class DSparkPasses(TextPasses):
     """
 
     def __init__(self, drafter: DSparkDrafter, generation: GenerationInfo) -> None:
-        config, backbone = drafter.layers.config, drafter.layers
-        self._drafter = drafter
-        self.text = GrownText(drafter.settings, generation, 1)
-        self.states = TextStates(backbone, drafter.method, self.text, generation, config.block)
-        self.cache = self.states.cache
+        backbone, config = drafter.layers, drafter.layers.config
+        super().__init__(drafter, generation, config.block, 1)
+        self._backbone = backbone
         width = len(config.taps) * config.hidden
-        self.newest = torch.empty(1, width, dtype=backbone.dtype, device=backbone.device)
-        """Hidden states of the newest position in the context, ``[1, taps * hidden]``."""
-        self._block: tuple[Tensor, Tensor] | None = None
-        """Hidden states and logits of the block, by level."""
-
-    @property
-    def backlog(self) -> int:
-        return self.states.backlog
-
-    def prepare(self) -> bool:
-        return self.states.prepare()
+        # Hidden states of the newest position in the context, `[1, taps * hidden]`.
+        self.newest_row = torch.empty(1, width, dtype=backbone.dtype, device=backbone.device)
 
     def warm(self, limit: int) -> None:
         new = self.new_states(limit)
         if new is not None:
-            backbone = self._drafter.layers
+            backbone = self._backbone
             draft = HostDraft([backbone.states_pass([(0, self.cache, new)])], [self.cache])
             backbone.write_states(Passes(draft, backbone.device))
-            self.states.reader.settle()
+            self.states.settle()
 
     def new_states(self, limit: int | None = None) -> StateSlice | None:
         """Return hidden states that the context lacks, of at most ``limit`` positions; None if
         there are none."""
-        end = self.states.readable
+        end = self.readable
         begin = self.cache.next_position(end)
         if limit is not None:
             end = min(end, begin + limit)
         if begin >= end:
             return None
-        states = self.states.reader.slice(begin, end)
+        states = self.states.slice(begin, end)
         if not states.count:
             return None
         # States in pages can be read again, by a draft that is not native.
-        if not self.states.reader.paged or self.text.native is not None:
-            self.newest.copy_(states.read()[-1:], non_blocking=True)
+        if not self.states.paged or self.native is not None:
+            self.newest_row.copy_(states.read()[-1:], non_blocking=True)
         return states
 
     def newest_states(self) -> StateSlice | None:
         """Return the hidden states of the position before the anchor; None if they are not
         read."""
-        if not self._drafter.layers.config.state_input:
+        if not self._backbone.config.state_input:
             return None
-        last = self.text.length - 2
-        if self.states.reader.paged:
-            return self.states.reader.slice(last, last + 1)
-        return StateSlice(last, self.newest)
-
-    def set_block(self, hidden: Tensor, logits: Tensor) -> None:
-        """Set the block that the tree grows from: hidden states ``[levels, hidden]`` and their
-        logits."""
-        self._block = (hidden, logits)
-
-    def add_level(self, heads: DSparkHeads) -> None:
-        assert self._block is not None
-        beam, parents = self.text.tree, self.text.tree.frontier
-        hidden, logits = (each[beam.level, None] for each in self._block)
-        tokens = [beam.tokens[node] for node in parents] if beam.level else [self.text.tokens[-1]]
-        before = send(torch.tensor([tokens]), hidden.device)
-        scores, logs = heads.forward(hidden, logits, before, beam.level)
-        beam.add_level(self.text.rank(scores[0]), None if logs is None else logs[0].tolist())
+        last = self.length - 2
+        if self.states.paged:
+            return self.states.slice(last, last + 1)
+        return StateSlice(last, self.newest_row)
 
     def fill(self, text: DraftText) -> None:
-        layers, cache = self._drafter.layers, self.cache
         new = self.new_states()
-        text.first = text.length = self.states.readable
+        text.first = text.length = self.readable
         if new is not None:
             text.first = new.first
-            self._fresh = new.read().to(layers.dtype).contiguous()
+            self._fresh = new.read().to(self._backbone.dtype).contiguous()
             text.fresh = self._fresh.data_ptr()
-        cache.reserve(text.length)
-        cache.length = text.length
-        fill_cache(text, cache, self.text.tokens[-1])
-        text.newest = self.newest.data_ptr()
-        text.row = layers.heads.row(self.text.tokens[-1])
+        self.cache.reserve(text.length)
+        fill_cache(text, self.cache, self.tokens[-1])
+        text.newest = self.newest_row.data_ptr()
+        text.row = self._backbone.heads.row(self.tokens[-1])
 
-    def finish(self) -> None:
-        self._clear()
-        self.states.reader.check()
-
-    def close(self) -> None:
-        self._clear()
-
-    def _clear(self) -> None:
-        self._block = None
+    def keep(self) -> None:
+        self.cache.length = self.readable
 
 
 @dataclass(frozen=True)
@@ -319,7 +326,7 @@ class DSparkOptions(TreeOptions, TargetOptions, StateOptions):
         self.check(self.widths)
 
 
-class DSparkDrafter(Drafter):
+class DSparkDrafter(TargetDrafter):
     """The method ``dspark``."""
 
     method: ClassVar[str] = "dspark"
@@ -327,30 +334,15 @@ class DSparkDrafter(Drafter):
     recipe: ClassVar[str] = "paceline.train.recipes.dspark:DSparkRecipe"
     cpu_tree: ClassVar[Mapping[str, str]] = {"widths": "3,2,1", "max_nodes": "6"}
     cpu_weights: ClassVar[str] = "int4"
-    path_options: ClassVar[tuple[str, ...]] = ("target",)
-    growth: TreeGrowth
-    gathered_slots = 0
+    option_type = DSparkOptions
+    layer_type = DSparkBackbone
+    sequence_type = DSparkSequence
+    layers: DSparkBackbone
 
     def __init__(self, layers: DSparkBackbone, options: DSparkOptions, fit: Fit, size: int) -> None:
-        """Build a drafter of layers and options; ``size`` is the bytes of its own weights."""
         levels = layers.config.levels
         depth = min(options.depth or levels, levels)
-        self.layers, self.options = layers, replace(options, depth=depth)
-        self.shape, self.device = layers.config, layers.device
-        self.fit, self.needs, self.weight_bytes = fit, options.needs(layers.config), size
-        self.drafted_tokens = layers.embedding.tokens
-        self.settings = TreeSettings.of(
-            layers.config, self.options, layers.device, self.drafted_tokens
-        )
-        self.max_nodes, self.max_depth = self.settings.max_nodes, self.settings.max_depth
-        self.captured = layers.config.conv is None
-        self.growth = target_growth(self, self.settings)
-
-    @classmethod
-    def load(
-        cls, folder: Path | None, options: Mapping[str, str], resources: Resources
-    ) -> DSparkDrafter:
-        return PARTS.load(cls, folder, options, resources)
+        super().__init__(layers, replace(options, depth=depth), fit, size)
 
     @classmethod
     def layout(cls, described: Mapping[str, Any]) -> str | None:
@@ -361,76 +353,7 @@ class DSparkDrafter(Drafter):
         return None
 
     @classmethod
-    def inspect(cls, folder: Path, target: ModelSource | None) -> Mapping[str, str]:
-        return PARTS.inspect(folder, target)
-
-    def start(self, generation: GenerationInfo) -> GrownSequence[DSparkPasses]:
-        return GrownSequence(self.growth, DSparkPasses(self, generation))
-
-    def native_draft(self, programs: list[NativeProgram], ids: Tensor) -> NativeDraft | None:
-        config, heads = self.layers.config, self.layers.heads.native()
-        if heads is None:
-            return None
-        block = DraftBlockModel(
-            programs[0],
-            length=config.block,
-            levels=config.levels,
-            mask=config.mask_token,
-            state_input=config.state_input,
-            head=heads[0],
-            confidence=heads[1],
-        )
-        return NativeDraft(programs[1], self.layers.dtype, ids, block)
-
-    def grow_level(self, growing: Sequence[DSparkPasses]) -> None:
-        if growing[0].text.tree.level == 0:
-            passes = Passes(self.draft_passes(growing), self.device)
-            for each, *block in zip(growing, *self.layers.draft(passes), strict=True):
-                each.set_block(*block)
-        for each in growing:
-            each.add_level(self.layers.heads)
-
-    def pass_shapes(self, fed: int, shape: TreeShape) -> list[PassShape]:
-        config = self.layers.config
-        windows = tuple((w + 1 if w else None) for w, causal in config.attention if causal)
-        contexts = tuple(
-            (w + config.block if w else None) for w, causal in config.attention if not causal
-        )
-        states = PassShape(fed, 2, inputs=len(config.taps) * config.hidden, taps=len(config.taps))
-        block = PassShape(config.block, 1, windows, contexts, True, config.levels)
-        if config.state_input:
-            block = replace(block, inputs=states.inputs, taps=states.taps)
-        return [states, block]
-
-    def draft_passes(
-        self, growing: Sequence[DSparkPasses], shape: TreeShape | None = None
-    ) -> HostDraft:
-        found = [each.new_states() for each in growing]
-        caches = [each.cache for each in growing]
-        states = self.layers.states_pass(
-            [(n, caches[n], new) for n, new in enumerate(found) if new is not None]
-        )
-        blocks = [(each.cache, each.text.tokens[-1], each.newest_states()) for each in growing]
-        block, contexts = self.layers.block_pass(blocks)
-        return HostDraft([states, block], caches, contexts)
-
-    def drafted(self, growing: Sequence[DSparkPasses]) -> None:
-        """Does nothing: the passes count what they write when they are made."""
-
-    def grow_on_device(self, passes: Passes, trees: DeviceTrees) -> None:
-        hidden, logits = self.layers.draft(passes)
-        before = passes.tokens(1).view(len(hidden), -1)[:, :1]  # the anchors
-        while trees.grows:
-            level = trees.level
-            scores, logs = self.layers.heads.forward(
-                hidden[:, level], logits[:, level], before, level
-            )
-            trees.add_level(scores.flatten(0, 1), logs)
-            before = trees.tokens[:, trees.newest]
-
-
-def _read_config(folder: Path, target: ModelSource | None) -> tuple[DSparkConfig, torch.dtype]:
-    return read_dspark(folder, load_config(target).layers if target else 0)
-
-
-PARTS = TargetParts("dspark", DSparkOptions, DSparkBackbone, DSparkModel, _read_config)
+    def read_config(
+        cls, folder: Path, target: ModelSource | None
+    ) -> tuple[DSparkConfig, torch.dtype]:
+        return read_dspark(folder, load_config(target).layers if target else 0)

@@ -125,8 +125,8 @@ class DSparkHeads:
         if config.confidence:
             head = _loaded(ConfidenceHead(config), "confidence_head.", weights).to(device, dtype)
             self._confidence = head.proj.weight[0, : config.hidden]
+            # Offset of the confidence, by row of W1.
             self._offsets = head.proj.bias.detach().double().repeat(int(self._rows.max()) + 1)
-            """Offset of the confidence, by row of W1."""
             if config.confidence_markov:
                 column = head.proj.weight[0, config.hidden :]
                 self._offsets = (self._w1 @ column + head.proj.bias).detach().double()
@@ -152,7 +152,7 @@ class DSparkHeads:
     def forward(
         self, hidden: Tensor, logits: Tensor, before: Tensor, level: int
     ) -> tuple[Tensor, Tensor | None]:
-        """Run the heads for the next level of S trees with F parents each; on a CPU of one tree.
+        """Run the heads for the next level of S trees with F parents each.
 
         Args:
             hidden: The backbone's hidden states of the level, ``[S, hidden]``.
@@ -174,7 +174,7 @@ class DSparkHeads:
             return logits.expand(-1, before.shape[1], -1), logs
         features = self._markov.features(self._w1[rows], hidden[:, None])
         if self._w2.packed is not None:
-            scores = self._w2(features[0], logits[0, 0])[None]
+            scores = torch.stack(list(map(self._w2, features, logits[:, 0])))
         else:
             weight = self._w2.weight
             assert isinstance(weight, Tensor)

@@ -34,8 +34,8 @@ from paceline.drafter.methods.layers import (
 
 METHOD = "eagle3"
 
+# Fields of the configuration that all layouts have under the same names.
 _NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-"""Fields of the configuration that all layouts have under the same names."""
 
 Json = Mapping[str, Any]
 
@@ -57,13 +57,12 @@ class Eagle3Config(TappedShape):
 
     target_hidden: int = 0  # width of the target's hidden states; 0: that of the layer
     qk_norm: bool = False  # whether heads of queries and keys are normalised
+    # Whether the residual stream begins with the normalised hidden state.
     norm_before_residual: bool = False
-    """Whether the residual stream begins with the normalised hidden state."""
-
     norm_before_fc: bool = False  # whether the target's states are normalised, side by side
     fc_norm: bool = False  # whether each of the target's states is normalised (EAGLE-3.1)
+    # Whether the layer's output is normalised before it is an input again (EAGLE-3.1).
     norm_output: bool = False
-    """Whether the layer's output is normalised before it is an input again (EAGLE-3.1)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -80,6 +79,17 @@ class Eagle3Config(TappedShape):
     def states(self) -> int:
         """Width of the target's states of a position, side by side."""
         return len(self.taps) * (self.target_hidden or self.hidden)
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        wide, norms = self.states // len(self.taps), len(self.taps) * self.fc_norm
+        return {
+            **({"input_norm.weight": (self.states,)} if self.norm_before_fc else {}),
+            **{f"fc_norm.{index}.weight": (wide,) for index in range(norms)},
+            "fc.weight": (self.hidden, self.states),
+            **self.layer_tensors("layers.0.", 2 * self.hidden, head_norms=self.qk_norm),
+            "layers.0.hidden_norm.weight": (self.hidden,),
+            "norm.weight": (self.hidden,),
+        }
 
     @classmethod
     def for_target(cls, path: str | Path, *, taps: Sequence[int] = (), **fields: Any) -> Self:
@@ -179,8 +189,8 @@ def save_eagle3(
 ) -> None:
     """Write a drafter's folder in the layout of speculators.
 
-    ``weights`` are those of a :class:`~paceline.drafter.methods.eagle3.Eagle3Model`, ``levels`` the
-    depth that it was trained to draft to. ``notes`` say how it was trained.
+    ``weights`` are its tensors by name, ``levels`` is the depth that it was trained to draft to.
+    ``notes`` say how it was trained.
     """
     layer = {
         **config.to_hf(),

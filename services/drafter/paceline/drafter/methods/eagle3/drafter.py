@@ -20,12 +20,10 @@ from torch import Tensor
 
 from paceline.convert import ModelSource, load_config
 from paceline.decoder.linear import Linear
-from paceline.drafter.methods.base import SECTION, Resources
+from paceline.drafter.methods.base import SECTION
 from paceline.drafter.methods.eagle3.config import Eagle3Config, is_eagle3, read_eagle3
-from paceline.drafter.methods.eagle3.module import Eagle3Model
-from paceline.drafter.methods.feedback import FeedbackDrafter, FeedbackLayers, FeedbackOptions
+from paceline.drafter.methods.feedback import FeedbackDrafter, FeedbackLayers
 from paceline.drafter.methods.layers import LayerWeights, linear
-from paceline.drafter.methods.target_drafter import TargetParts
 from paceline.kernels import Program, send
 
 
@@ -108,12 +106,7 @@ class Eagle3Drafter(FeedbackDrafter):
     method: ClassVar[str] = "eagle3"
     label: ClassVar[str] = "EAGLE-3"
     recipe: ClassVar[str] = "paceline.train.recipes.eagle3:Eagle3Recipe"
-
-    @classmethod
-    def load(
-        cls, folder: Path | None, options: Mapping[str, str], resources: Resources
-    ) -> Eagle3Drafter:
-        return PARTS.load(cls, folder, options, resources)
+    layer_type = Eagle3Layer
 
     @classmethod
     def layout(cls, described: Mapping[str, Any]) -> str | None:
@@ -122,17 +115,13 @@ class Eagle3Drafter(FeedbackDrafter):
         return "speculators" if "speculators_model_type" in described else "EAGLE"
 
     @classmethod
-    def inspect(cls, folder: Path, target: ModelSource | None) -> Mapping[str, str]:
-        return PARTS.inspect(folder, target)
-
-
-def _read_config(folder: Path, target: ModelSource | None) -> tuple[Eagle3Config, torch.dtype]:
-    known = load_config(target) if target else None
-    config, dtype = read_eagle3(folder, known.layers if known else 0)
-    longrope = config.rope_parameters.get("rope_type") == "longrope"  # depends on the length
-    if known is not None and not longrope:  # published ones have the length of their training
-        config = replace(config, max_position=max(config.max_position, known.max_position))
-    return config, dtype
-
-
-PARTS = TargetParts("eagle3", FeedbackOptions, Eagle3Layer, Eagle3Model, _read_config)
+    def read_config(
+        cls, folder: Path, target: ModelSource | None
+    ) -> tuple[Eagle3Config, torch.dtype]:
+        known = load_config(target) if target else None
+        config, dtype = read_eagle3(folder, known.layers if known else 0)
+        longrope = config.rope_parameters.get("rope_type") == "longrope"  # depends on the length
+        if known is not None and not longrope:  # published ones have the length of their training
+            longest = max(config.max_position, known.max_position)
+            config = replace(config, max_position=longest)
+        return config, dtype

@@ -2,18 +2,14 @@
 
 See LongSpec, section 3.1: sliding-window self-attention over the layer's own keys, cross-attention
 to the keys and values of one target layer, a gated feed-forward block, the target's frozen
-embedding and LM head. Training imports :mod:`~paceline.drafter.methods.longspec.module`, the layer
-in dense PyTorch; the layer that drafts (:mod:`~paceline.drafter.methods.longspec.drafter`) is
-tested against it.
+embedding and LM head.
 """
 
 from paceline.drafter.methods.checkpoint import TargetRef
 from paceline.drafter.methods.longspec.config import LongSpecConfig, read_longspec, save_longspec
-from paceline.drafter.methods.longspec.module import LongSpecModel
 
 __all__ = [
     "LongSpecConfig",
-    "LongSpecModel",
     "TargetRef",
     "read_longspec",
     "save_longspec",

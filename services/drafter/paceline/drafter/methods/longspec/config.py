@@ -22,8 +22,8 @@ from paceline.drafter.methods.layers import LayerShape, config_errors
 
 METHOD = "longspec"
 
+# Fields of the configuration in the `paceline` section.
 _SECTION_FIELDS = ("target_layer", "target_layers", "draft_vocab_size")
-"""Fields of the configuration in the ``paceline`` section."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,16 @@ class LongSpecConfig(LayerShape):
         read = {"kv_heads": self.kv_heads, "head_dim": self.head_dim, "layers": self.target_layers}
         return {**super().of_target, **read}
 
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        wide, q = self.hidden, self.q_heads * self.head_dim
+        return {
+            **self.layer_tensors("layers.0."),
+            "layers.0.cross_layernorm.weight": (wide,),
+            "layers.0.cross_attn.q_proj.weight": (q, wide),
+            "layers.0.cross_attn.o_proj.weight": (wide, q),
+            "norm.weight": (wide,),
+        }
+
     @classmethod
     def for_target(cls, path: str | Path, *, target_layer: int = -1, **fields: Any) -> Self:
         """See :meth:`LayerShape.for_target`; by default the last layer is read."""
@@ -72,8 +82,8 @@ def save_longspec(
 ) -> None:
     """Write a drafter's folder.
 
-    ``weights`` are those of a :class:`~paceline.drafter.methods.longspec.LongSpecModel`, ``levels``
-    the depth that it was trained to draft to, ``dtype`` the type in the file, usually the target's.
+    ``weights`` are its tensors by name, ``levels`` is the depth that it was trained to draft to,
+    ``dtype`` the type in the file, usually the target's.
     ``notes`` say how it was trained.
     """
     layer = {**config.to_hf(), "model_type": "llama", "num_hidden_layers": 1, "hidden_act": "silu"}

@@ -28,12 +28,12 @@ from paceline.drafter.methods.layers import DRAFT_TOKENS, TappedShape, drafted_t
 
 METHOD = "mtp"
 
+# Fields of a config.json with the number of heads.
 COUNTS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
-"""Fields of a config.json with the number of heads."""
 
 ENORM, HNORM, PROJECTION, NORM = "enorm", "hnorm", "eh_proj", "shared_head.norm"
+# Parts of a head besides its layer; the last two may be missing: then they are the target's.
 HEAD, EMBEDDING = "shared_head.head", "embed_tokens"
-"""Parts of a head besides its layer; the last two may be missing: then they are the target's."""
 
 FINAL_NORM = "model.norm.weight"  # the target's norm before its LM head
 
@@ -43,18 +43,16 @@ class MtpLayout:
     """How a project stores heads, and what it feeds them."""
 
     name: str  # the first models that have it
+    # Beginning of the names of a head; `{head}` is its number, `{layer}` that as a layer of the
+    # target.
     block: str
-    """Beginning of the names of a head; ``{head}`` is its number, ``{layer}`` that as a layer of
-    the target."""
-
     begin: str  # beginning of the names of all their tensors
+    # Names of the parts that are called differently, all in front of `.weight`.
     parts: Mapping[str, str]
-    """Names of the parts that are called differently, all in front of ``.weight``."""
-
     hidden_first: bool  # whether the projection reads the hidden state before the embedding
     after_norm: bool  # whether a head reads the target's states behind the target's final norm
+    # Whether the next level reads a head's output behind the norm before the LM head.
     feeds_normed: bool
-    """Whether the next level reads a head's output behind the norm before the LM head."""
 
     def stored(self, head: int, layers: int, part: str) -> str:
         """Name of a part of a head, or of its layer, behind a target of so many ``layers``."""
@@ -123,15 +121,13 @@ class MtpConfig(TappedShape):
         UnsupportedModelError: A field is out of range.
     """
 
+    # Whether heads of queries and keys are normalised, where there is no `block`.
     qk_norm: bool = False
-    """Whether heads of queries and keys are normalised, where there is no ``block``."""
-
+    # Number of heads. Level n of a tree is drafted by the nth, deeper ones by the last.
     heads: int = field(default=1, kw_only=True)
-    """Number of heads. Level n of a tree is drafted by the nth, deeper ones by the last."""
-
     layout: MtpLayout = field(default=DEEPSEEK, kw_only=True)  # how the folder stores them
+    # Their layer, as one of a model; None: in training, a layer of `llama` or `qwen3`.
     block: DecoderConfig | None = field(default=None, kw_only=True)
-    """Their layer, as one of a model; None: in training, a layer of ``llama`` or ``qwen3``."""
 
     @property
     def of_target(self) -> dict[str, int]:
@@ -326,7 +322,7 @@ def save_mtp(
     Args:
         folder: Where to.
         config: Shape of the head.
-        weights: Those of an :class:`~paceline.drafter.methods.mtp.MtpModel`.
+        weights: Its tensors by name.
         target: Its target.
         final_norm: Factors of the target's final norm, ``[hidden]``.
         levels: Depth that it was trained to draft to.

@@ -99,6 +99,10 @@ class MtpLayers(FeedbackLayers):
     def level_program(self, level: int) -> int:
         return min(level + 1, len(self.programs) - 1)
 
+    def native_draft(self, programs: list[NativeProgram], ids: Tensor) -> NativeDraft | None:
+        # A native draft runs one program for all levels.
+        return super().native_draft(programs, ids) if len(self._heads) == 1 else None
+
     def record(self, tensors: LayerWeights) -> list[Program]:
         """Return what writes keys and values of all heads, what reads a text, and what drafts: the
         programs of heads from the second on, or of the only one."""
@@ -183,10 +187,6 @@ class MtpDrafter(FeedbackDrafter):
             check_shape(folder, config, target)
         whole = " in the target's own files" if _EMBEDDING in _names(source) else ""
         return {"heads": f"{config.heads}, as in {config.layout.name}{whole}"}
-
-    def native_draft(self, programs: list[NativeProgram], ids: Tensor) -> NativeDraft | None:
-        # A native draft runs one program for all levels.
-        return super().native_draft(programs, ids) if self.shape.heads == 1 else None
 
 
 def _names(source: ModelSource) -> Mapping[str, Any]:

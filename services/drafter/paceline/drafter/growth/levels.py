@@ -1,36 +1,37 @@
-"""Trees of several sequences that grow on a GPU without the host, in fixed shapes.
+"""Trees of several texts that grow by levels of fixed width.
 
-Level l of every tree has a fixed number of nodes, the likeliest ones as in
-:class:`~paceline.drafter.growth.beam.Beam`. Nodes that a tree does not have, because none may be
-expanded that could be their parent, have the score -inf; they are computed too. So the host knows
-rows, positions and cache slots of all passes before the first one (:class:`HostDraft`). It reads
-all trees once, when they are complete.
+Level l of every tree has a fixed number of nodes, the likeliest ones over all its parents (after
+EAGLE-2, section 4). Only nodes that could still be among the best of the whole tree are expanded.
+Nodes that a tree does not have, because none may be expanded that could be their parent, have the
+score -inf; a GPU computes them too. So the host knows rows, positions and cache slots of all passes
+before the first one (:class:`HostDraft`), and has no part until all trees are complete. On a CPU a
+pass leaves out nodes that no tree expands, and its plan has the parents of the others.
 """
 
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.drafter.generation import Budget
-from paceline.drafter.growth.beam import Chain, Ranker, rank_rows
+from paceline.decoder.model import AttentionObserver
+from paceline.drafter.growth.ranking import Ranker, draw_rows, rank_rows
+from paceline.drafter.growth.sequence import GrownSequence, Growth, PassPart, TreeSettings
 from paceline.drafter.growth.target_data import StateRows
-from paceline.drafter.growth.text import Growth, PassPart, TextPasses, TreeChoices, TreeSettings
 from paceline.kernels import (
     Context,
     EqualBlocks,
     KVCacheView,
     LevelBlock,
+    Proposal,
     QueryBlock,
     TreePlan,
     plan_trees,
@@ -38,8 +39,14 @@ from paceline.kernels import (
 )
 from paceline.tree import TokenTree
 
+if TYPE_CHECKING:
+    from paceline.drafter.generation import Budget
+    from paceline.drafter.growth.graphs import DraftGraphs
+    from paceline.drafter.methods.options import TreeOptions
+
+# Maps logits `[S F, V]` and the number of their level to ids and logs of their confidences, both
+# `[S F, w]`, best first.
 Rank = Callable[[Tensor, int], tuple[Tensor, Tensor]]
-"""Maps logits ``[S F, V]`` and the number of their level to candidates, as :func:`rank_rows`."""
 
 
 @dataclass(frozen=True)
@@ -52,14 +59,17 @@ class TreeShape:
     chain: bool  # whether no node can have a sibling
 
     @classmethod
-    def of(cls, options: TreeChoices, levels: int, count: int) -> TreeShape:
-        """Return the shape for the options of a method."""
-        last, survival = len(options.widths) - 1, options.min_survival
+    def of(
+        cls, options: TreeOptions, levels: int, count: int, *, rejection: bool = False
+    ) -> TreeShape:
+        """Return the shape for the options of a method; trees are chains under ``rejection``
+        sampling."""
+        widths = (1,) if rejection else options.widths
         return cls(
-            tuple(options.widths[min(level, last)] for level in range(levels)),
+            tuple(widths[min(level, len(widths) - 1)] for level in range(levels)),
             count,
-            math.log(survival) if survival > 0 else -math.inf,
-            set(options.widths) == {1},
+            math.log(options.min_survival) if options.min_survival > 0 else -math.inf,
+            set(widths) == {1},
         )
 
     @cached_property
@@ -83,12 +93,10 @@ class HostPass:
 
     blocks: Sequence[QueryBlock] = ()  # its blocks; sequences are those of the batch
     positions: Sequence[int] | NDArray[np.int64] = ()  # absolute position of each row
+    # Token ids of the rows; none if they are drafted or the pass has none.
     tokens: Sequence[int] = ()
-    """Token ids of the rows; none if they are drafted or the pass has none."""
-
+    # Rows that need logits; none if they are those of the newest level.
     logit_rows: Sequence[int] = ()
-    """Rows that need logits; none if they are those of the newest level."""
-
     inputs: StateRows | None = None  # hidden states of the rows
 
 
@@ -99,17 +107,16 @@ class HostDraft:
     passes: Sequence[HostPass]  # in order
     caches: Sequence[KVCacheView]  # KV by sequence
     contexts: Sequence[Context] = ()  # by sequence, for a model that attends to contexts
+    observer: AttentionObserver | None = None  # of the attention of the first pass
 
 
 def text_pass(parts: Sequence[PassPart], inputs: StateRows | None = None) -> HostPass:
     """Return the pass over the parts of several generations, with hidden states of its rows."""
-    stops = accumulate(len(part.tokens) for part in parts)
-    counts = [part.logit_rows for part in parts]
     return HostPass(
         [each for part in parts for each in part.blocks],
         [position for part in parts for position in part.positions],
         [token for part in parts for token in part.tokens],
-        [r for stop, n in zip(stops, counts, strict=True) for r in range(stop - n, stop)],
+        [stop - 1 for stop in accumulate(len(part.tokens) for part in parts)],
         inputs,
     )
 
@@ -137,16 +144,25 @@ class Passes:
         self._passes, self._device = draft.passes, device
         self.caches = draft.caches  # KV of each sequence
         self.contexts = draft.contexts  # contexts of each sequence
+        self.observer = draft.observer
 
-    def plan(self, index: int, ancestors: Tensor | None = None) -> TreePlan | None:
-        """Return the plan of a pass, None if it has no rows; ``ancestors`` as in
-        :class:`~paceline.kernels.TreePlan`."""
-        each = self._passes[index]
-        if not each.blocks:
+    def plan(self, index: int, trees: LevelTrees | None = None) -> TreePlan | None:
+        """Return the plan of a pass, over the nodes of ``trees`` so far if they are given; None if
+        it has no rows."""
+        each, ancestors = self._passes[index], None
+        blocks, positions = each.blocks, each.positions
+        if not blocks:
             return None
-        return plan_trees(
-            each.blocks, positions=each.positions, device=self._device, ancestors=ancestors
-        )
+        if trees is not None and self._device.type == "cpu":
+            stop = trees.frontier.stop
+            positions = np.array(positions).reshape(len(blocks), -1)[:, :stop].ravel()
+            blocks = [
+                QueryBlock(block.sequence, block.start, tuple(parents), stop)
+                for block, parents in zip(blocks, trees.parents[:, :stop].tolist(), strict=True)
+            ]
+        elif trees is not None:
+            ancestors = trees.ancestors
+        return plan_trees(blocks, positions=positions, device=self._device, ancestors=ancestors)
 
     def tokens(self, index: int) -> Tensor:
         """Return the tokens of its rows, int64 ``[M]``."""
@@ -162,20 +178,7 @@ class Passes:
         return None if inputs is None else inputs.tensor()
 
 
-def rank_on_device(rankers: Sequence[Ranker], lengths: Sequence[int], shape: TreeShape) -> Rank:
-    """Return what ranks candidates for sequences with texts of some lengths."""
-
-    def rank(logits: Tensor, level: int) -> tuple[Tensor, Tensor]:
-        parents = len(logits) // len(rankers)
-        params = [each.params for each in rankers for _ in range(parents)]
-        positions = [length + level for length in lengths for _ in range(parents)]
-        drafted = rankers[0].drafted_on_device
-        return rank_rows(logits[:, : shape.count], params, positions, drafted, shape.widths[level])
-
-    return rank
-
-
-class DeviceTrees:
+class LevelTrees:
     """One tree of each of S sequences, on their device."""
 
     def __init__(
@@ -193,52 +196,62 @@ class DeviceTrees:
         self._shape, self._last, self._rank, self._kernels = shape, last, rank, kernels
         trees, nodes, device = len(last), shape.stops[-1], last.device
         self.level = 0  # levels so far
+        self._expanded = 1  # nodes of the newest level that get children, the first ones
+        # Token ids of the nodes, int64 `[S, N]`, level by level.
         self.tokens = torch.zeros(trees, nodes, dtype=torch.int64, device=device)
-        """Token ids of the nodes, int64 ``[S, N]``, level by level."""
+        # Their parents' numbers, int64 `[S, N]`; -1: the anchor.
         self.parents = torch.full((trees, nodes), -1, dtype=torch.int64, device=device)
-        """Their parents' numbers, int64 ``[S, N]``; -1: the anchor."""
         self._scores = torch.full((2, trees, nodes), -torch.inf, dtype=torch.float64, device=device)
+        # Scores of the nodes that get children; -inf for the others of the newest level.
         self._above = torch.zeros(trees, 1, dtype=torch.float64, device=device)
-        """Scores of the nodes that get children; -inf for the others of the newest level."""
+        # Paths of all nodes to themselves, bool `[S, N, N]`; None if no pass is over nodes.
         self.paths: Tensor | None = None
-        """Paths of all nodes to themselves, bool ``[S, N, N]``; None if no pass is over nodes."""
 
     @property
     def grows(self) -> bool:
-        return self.level < len(self._shape.sizes)
+        return self.level < len(self._shape.sizes) and self._expanded > 0
 
     @property
-    def newest(self) -> slice:
-        """Numbers of the newest level's nodes."""
-        return slice(self._shape.stops[self.level - 1], self._shape.stops[self.level])
+    def frontier(self) -> slice:
+        """Numbers of the newest level's nodes that get children; on a GPU all of them."""
+        start = self._shape.stops[self.level - 1]
+        return slice(start, start + self._expanded)
 
-    def begin_paths(self) -> Tensor:
-        """Keep paths from now on. Returns those of trees whose nodes have no parents."""
+    def begin_paths(self) -> None:
+        """Keep paths from now on."""
         trees, nodes = self.tokens.shape
         alone = torch.eye(nodes, dtype=torch.bool, device=self.tokens.device)
         self.paths = alone.repeat(trees, 1, 1)
-        return self.paths
+
+    @property
+    def ancestors(self) -> Tensor:
+        """Paths of the nodes so far to themselves, bool ``[S, n, n]``."""
+        assert self.paths is not None
+        stop = self._shape.stops[self.level]
+        return self.paths[:, :stop, :stop]
 
     def next_pass(self, passes: Passes) -> tuple[Tensor, TreePlan, Tensor]:
         """Return tokens, plan and logit rows of the pass for the next level, if the first pass is
         over the texts and the others are :func:`level_passes`."""
-        level, stop, trees = self.level, self._shape.stops[self.level], len(self.tokens)
-        device = self._last.device
-        paths = self.begin_paths() if self.paths is None else self.paths
-        plan = passes.plan(level, paths[:, :stop, :stop] if level else None)
+        if self.paths is None:
+            self.begin_paths()
+        plan = passes.plan(self.level, self if self.level else None)
         assert plan is not None
-        if not level:
+        if not self.level:
             return passes.tokens(0), plan, passes.logit_rows(0)
-        rows = torch.arange(trees * stop, device=device).view(-1, stop)
-        return self.tokens[:, :stop].flatten(), plan, rows[:, self.newest].flatten()
+        trees, stop = len(self.tokens), self.frontier.stop
+        rows = torch.arange(trees * stop, device=self.tokens.device).view(-1, stop)
+        return self.tokens[:, :stop].flatten(), plan, rows[:, self.frontier].flatten()
 
     def add_level(self, logits: Tensor, log_confidences: Tensor | None = None) -> None:
-        """Add a level as :meth:`~paceline.drafter.growth.beam.Beam.add_level` does.
+        """Add children of the frontier: the likeliest of the candidates after its nodes.
 
         Args:
-            logits: After each node of the newest level, or after the anchors, ``[S F, V]`` or of
+            logits: After each node of the frontier, or after the anchors, ``[S F, V]`` or of
                 drafted tokens alone.
-            log_confidences: Of a confidence head for each of them, float64 ``[S, F]``.
+            log_confidences: Of a confidence head for each of them, float64 ``[S, F]``. In a chain
+                the only child gets it as it is (DSpark, equation 7). Siblings are scaled together,
+                so that the likeliest is no more confident than the head.
         """
         candidates = self._rank(logits, self.level)
         add = self._add_by_kernel if self._kernels else self._add
@@ -254,6 +267,7 @@ class DeviceTrees:
             self.paths, first, self._shape.sizes[self.level],
             min_score=self._shape.min_score, chain=self._shape.chain, confidences=log_confidences,
         )  # fmt: skip
+        self._expanded = self._shape.sizes[self.level]
         self.level += 1
 
     def _add(
@@ -269,11 +283,10 @@ class DeviceTrees:
         logs = logs.clamp(max=0.0)
         scores = (self._above[..., None] + logs).flatten(1)
         best, order = scores.sort(dim=1, descending=True, stable=True)
-        size = self._shape.sizes[self.level]
-        best, order = best[:, :size], order[:, :size]
-        of = order // ids.shape[2]
+        best, order = (each[:, : self._shape.sizes[self.level]] for each in (best, order))
+        size, of = best.shape[1], order // ids.shape[2]
         self.level += 1
-        new = self.newest
+        new = slice(first, first + size)
         self.tokens[:, new] = ids.flatten(1).gather(1, order)
         self._scores[0, :, new] = best
         self._scores[1, :, new] = logs.flatten(1).gather(1, order)
@@ -287,7 +300,8 @@ class DeviceTrees:
             self.paths[:, new, :first] = self.paths[:, before, :first].gather(1, at)
         worst = self._scores[0].sort(descending=True).values.gather(1, self._last)
         expanded = (best >= self._shape.min_score) & (best > worst)
-        self._above = torch.where(expanded, best, -torch.inf)
+        self._expanded = int(expanded.sum(1).max()) if expanded.is_cpu else size
+        self._above = torch.where(expanded, best, -torch.inf)[:, : self._expanded]
 
     def packed(self) -> Tensor:
         """Return token, parent, score and log of the confidence of each node, float64
@@ -295,13 +309,19 @@ class DeviceTrees:
         return torch.stack([self.tokens.double(), self.parents.double(), *self._scores], -1)
 
 
-def read_trees(packed: Tensor, budgets: Sequence[Budget], shape: TreeShape) -> list[TokenTree]:
+def read_trees(
+    packed: Tensor,
+    budgets: Sequence[Budget],
+    shape: TreeShape,
+    proposals: Sequence[Sequence[Proposal]],
+) -> list[TokenTree]:
     """Return the best nodes of each tree within its budget, sorted by falling survival.
 
     Args:
-        packed: See :meth:`DeviceTrees.packed`; on the CPU, of trees with enough levels.
+        packed: See :meth:`LevelTrees.packed`; on the CPU, of trees with enough levels.
         budgets: Of each tree.
         shape: Of all trees.
+        proposals: Of each tree, which is a chain if it has any: one per level.
     """
     nodes = packed.numpy()
     stops = np.array([shape.stops[budget.depth] for budget in budgets])
@@ -319,117 +339,102 @@ def read_trees(packed: Tensor, budgets: Sequence[Budget], shape: TreeShape) -> l
     chances = np.exp(np.take_along_axis(nodes[..., 3], order, 1))
     columns = [each.tolist() for each in (tokens, parents, chances)]
     return [
-        TokenTree(*(tuple(column[index][:count]) for column in columns))
-        for index, count in enumerate(counts.tolist())
+        TokenTree(*(tuple(part[:count]) for part in parts))
+        for *parts, count in zip(*columns, proposals, counts.tolist(), strict=True)
     ]
 
 
-class DeviceModel(Protocol):
-    """A model whose trees grow on its device."""
+class LevelModel(Protocol):
+    """A model whose trees grow by levels."""
 
-    @property
-    def method(self) -> str:
-        """Name of its method."""
-
-    def draft_passes(self, growing: Sequence[Any], shape: TreeShape) -> HostDraft:
+    def draft_passes(self, batch: Sequence[Any], shape: TreeShape) -> HostDraft:
         """Return the passes of a draft for generations whose trees have this shape."""
 
-    def drafted(self, growing: Sequence[Any]) -> None:
-        """Note that the passes for generations were launched."""
-
-    def grow_on_device(self, passes: Passes, trees: DeviceTrees) -> None:
-        """Grow trees by these passes, without waiting for the device."""
+    def grow(self, passes: Passes, trees: LevelTrees) -> None:
+        """Grow trees by these passes, without waiting for a GPU."""
 
 
-class Graphs(Protocol):
-    """Captured drafts, :class:`~paceline.drafter.growth.graphs.DraftGraphs`."""
-
-    def __len__(self) -> int:
-        """Graphs captured so far."""
-
-    def warm_up(self) -> None:
-        """Capture the graphs of all batches. Raises ``DeviceLost`` if the device fails every call
-        since."""
-
-    def run(
-        self,
-        draft: HostDraft,
-        rankers: Sequence[Ranker],
-        lengths: Sequence[int],
-        last: Sequence[int],
-    ) -> Tensor | None:
-        """Draft for a batch; None if no graph can."""
-
-
-class DeviceGrowth(Growth):
-    """Growth of trees whose candidates do not depend on the path before them."""
-
-    at_once: ClassVar[bool] = True
+class LevelGrowth(Growth):
+    """Growth of all trees, level by level."""
 
     def __init__(
-        self,
-        model: DeviceModel,
-        settings: TreeSettings,
-        *,
-        kernels: bool = False,
-        graphs: Graphs | None = None,
+        self, model: LevelModel, settings: TreeSettings, graphs: DraftGraphs | None = None
     ) -> None:
-        """Set the model.
-
-        Args:
-            model: Its passes. It owns the growth, which does not keep it in memory.
-            settings: Of its trees.
-            kernels: Whether a Triton kernel adds the levels.
-            graphs: Runs captured drafts; None if there are none.
-        """
-        self._model: DeviceModel = weakref.proxy(model)
-        self._settings, self._kernels = settings, kernels
-        self.graphs = graphs
+        """Set the model and, on a GPU, what runs captured drafts."""
+        self._model, self._settings, self.graphs = model, settings, graphs
 
     def warm_up(self) -> None:
         """Capture the CUDA graphs of all batches. One that cannot be captured is left out: its
-        batches are drafted for kernel by kernel. Raises ``DeviceLost``: the device fails every call
-        since."""
+        batches are drafted for kernel by kernel. Raises ``DeviceLost`` if the device fails every
+        call since."""
         if self.graphs is None:
             return
         self.graphs.warm_up()
         if not len(self.graphs):
             self.graphs = None  # trees then have no more levels than a batch asks for
 
-    def start(self, passes: TextPasses) -> bool:
-        text = passes.text
-        text.on_device = not text.ranker.by_paths
-        return text.on_device
+    def takes(self, sequence: GrownSequence) -> bool:
+        return True
 
-    def begin(self, passes: TextPasses, limits: Budget, ahead: Chain | None) -> None:
-        passes.text.begin_beam(limits, ahead)
-
-    def grow(self, rounds: Sequence[tuple[TextPasses, Budget]]) -> list[TokenTree]:
-        batches: dict[int, list[TextPasses]] = {}
-        for passes, _ in rounds:
-            batches.setdefault(passes.text.ranker.count, []).append(passes)
-        found: dict[TextPasses, TokenTree] = {}
-        for batch in batches.values():  # one, but for services of targets with other vocabularies
+    def grow(self, rounds: Sequence[tuple[GrownSequence, Budget]]) -> list[TokenTree]:
+        batches: dict[object, list[tuple[GrownSequence, Budget]]] = {}
+        for sequence, limits in rounds:
+            batches.setdefault(sequence.ranker.kind, []).append((sequence, limits))
+        found: dict[GrownSequence, TokenTree] = {}
+        for batch in batches.values():
             with torch.inference_mode():
-                found.update(zip(batch, self._grow(batch), strict=True))
-        return [found[passes] for passes, _ in rounds]
+                found.update(zip((each for each, _ in batch), self._grow(batch), strict=True))
+        return [found[sequence] for sequence, _ in rounds]
 
-    def _grow(self, batch: Sequence[TextPasses]) -> list[TokenTree]:
-        texts = [passes.text for passes in batch]
-        limits = [text.tree.limits for text in texts]
+    def _grow(self, batch: Sequence[tuple[GrownSequence, Budget]]) -> list[TokenTree]:
+        """Grow trees whose candidates are ranked together."""
+        sequences, limits = zip(*batch, strict=True)
+        rankers = [sequence.ranker for sequence in sequences]
+        count, penalised, rejection = rankers[0].kind
+        graphs = None if penalised or rejection else self.graphs
         depth = max(each.depth for each in limits)
-        levels = depth if self.graphs is None else self._settings.max_depth
-        shape = TreeShape.of(self._settings.options, levels, texts[0].ranker.count)
-        rankers, lengths = [text.ranker for text in texts], [text.length for text in texts]
+        levels = depth if graphs is None else self._settings.max_depth
+        shape = TreeShape.of(self._settings.options, levels, count, rejection=rejection)
+        lengths = [sequence.length for sequence in sequences]
         last = [min(each.nodes, shape.stops[-1]) - 1 for each in limits]
-        draft = self._model.draft_passes(batch, shape)
-        nodes = None if self.graphs is None else self.graphs.run(draft, rankers, lengths, last)
+        draft = self._model.draft_passes(sequences, shape)
+        nodes = None if graphs is None else graphs.run(draft, rankers, lengths, last)
+        proposals: list[list[Proposal]] = [[] for _ in batch]
         if nodes is None:
             device = self._settings.device
             worst = send(torch.tensor(last)[:, None], device)
-            rank = rank_on_device(rankers, lengths, shape)
-            trees = DeviceTrees(shape, worst, rank, kernels=self._kernels)
-            self._model.grow_on_device(Passes(draft, device), trees)
+            rank = _ranking(rankers, lengths, shape, proposals)
+            trees = LevelTrees(shape, worst, rank, kernels=device.type == "cuda")
+            self._model.grow(Passes(draft, device), trees)
             nodes = trees.packed().cpu()
-        self._model.drafted(batch)
-        return read_trees(nodes, limits, shape)
+        for sequence in sequences:
+            sequence.keep()
+        return read_trees(nodes, limits, shape, proposals)
+
+
+def _ranking(
+    rankers: Sequence[Ranker],
+    lengths: Sequence[int],
+    shape: TreeShape,
+    proposals: Sequence[list[Proposal]],
+) -> Rank:
+    """Return what ranks candidates for texts of some lengths, and collects distributions that
+    tokens are drawn from."""
+
+    def rank(logits: Tensor, level: int) -> tuple[Tensor, Tensor]:
+        positions = [length + level for length in lengths]
+        if rankers[0].params.rejection:
+            return draw_rows(rankers, logits, positions, proposals)
+        if not logits.is_cpu:
+            return rank_rows(rankers, logits, positions, shape.widths[level])
+        parts = logits.split(len(logits) // len(rankers))
+        ids, logs = zip(
+            *(
+                ranker.rank(part, position, shape.widths[level])
+                for ranker, part, position in zip(rankers, parts, positions, strict=True)
+            ),
+            strict=True,
+        )
+        return torch.cat(ids), torch.cat(logs)
+
+    return rank

@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from paceline.drafter.methods.dspark.config import DSparkConfig
 from paceline.drafter.methods.dspark.heads import ConfidenceHead, MarkovHead
-from paceline.drafter.methods.layers import (
+from paceline.kernels.rows import convolve_blocks
+from paceline.train.modules.layers import (
     DraftModel,
     Mlp,
     Projections,
@@ -18,7 +19,6 @@ from paceline.drafter.methods.layers import (
     apply_rope,
     split_heads,
 )
-from paceline.kernels.rows import convolve_blocks
 
 Factors = tuple[Tensor, Tensor]  # cosines and sines of positions, each ``[N, 1, S, D / 2]``
 

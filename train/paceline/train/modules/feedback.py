@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from paceline.drafter.methods.layers import DraftModel, apply_rope, split_heads
+from paceline.train.modules.layers import DraftModel, apply_rope, split_heads
 
 KeysValues = tuple[Tensor, Tensor]  # keys after RoPE and values, each ``[B, Hkv, S, D]``
 
@@ -20,8 +20,8 @@ class FeedbackModel(DraftModel):
 
     config: Any
 
+    # Whether it reads the target's states behind the final norm, not outputs of layers.
     reads_final: ClassVar[bool] = False
-    """Whether it reads the target's states behind the final norm, not outputs of layers."""
 
     @property
     @abstractmethod

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.drafter.methods.layers import (
+from paceline.drafter.methods.longspec.config import LongSpecConfig
+from paceline.train.modules.layers import (
     DraftModel,
     Mlp,
     Projections,
@@ -13,7 +14,6 @@ from paceline.drafter.methods.layers import (
     apply_rope,
     split_heads,
 )
-from paceline.drafter.methods.longspec.config import LongSpecConfig
 
 
 class DenseLongSpecLayer(nn.Module):

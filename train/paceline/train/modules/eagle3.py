@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.drafter.methods.eagle3.config import Eagle3Config
-from paceline.drafter.methods.feedback_model import FeedbackModel
-from paceline.drafter.methods.layers import Mlp, Projections, RmsNorm
+from paceline.train.modules.feedback import FeedbackModel
+from paceline.train.modules.layers import Mlp, Projections, RmsNorm
 
 
 class DenseEagle3Layer(nn.Module):

@@ -7,9 +7,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from paceline.drafter.methods.feedback_model import FeedbackModel
-from paceline.drafter.methods.layers import Mlp, Projections, RmsNorm
 from paceline.drafter.methods.mtp.config import MtpConfig
+from paceline.train.modules.feedback import FeedbackModel
+from paceline.train.modules.layers import Mlp, Projections, RmsNorm
 
 
 class DenseMtpLayer(nn.Module):

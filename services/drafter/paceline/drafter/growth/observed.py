@@ -1,0 +1,82 @@
+"""Scores of a text's positions by the attention of its newest rows, and chunks chosen by them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.kernels import SELECTION_CHUNK, KVCacheView, Probe, attention_weights, best_chunks
+from paceline.kernels.caches import span
+
+
+class TopChunks:
+    """The chunks of 8 with the most cumulative attention, and all newer positions.
+
+    See BudgetDraft, section 3.4. At least a quarter of the budget goes to the newest positions,
+    because cumulative scores say little of positions that few rounds have attended to. Passes over
+    the prompt attend to all of it, and the scores of their newest rows are the first ones. Rounds
+    attend to selected positions only and add to the scores of those: a chunk that is never selected
+    keeps its score from the prompt, as in the paper.
+    """
+
+    def __init__(self) -> None:
+        self._scores = torch.zeros(0)
+        self._length = 0
+
+    def add(self, positions: Tensor, weights: Tensor) -> None:
+        """Add attention weights, float ``[n]``, to the scores of rising positions, ``[n]``."""
+        self._length = max(self._length, int(positions[-1]) + 1)
+        if self._length > len(self._scores):
+            more = torch.zeros(2 * self._length - len(self._scores))
+            self._scores = torch.cat([self._scores, more])
+        self._scores[positions] += weights
+
+    def select(self, length: int, budget: int) -> Tensor:
+        """Return at most ``budget`` of the first ``length`` positions: int64, rising."""
+        chunks = min(self._length, length - budget // 4) // SELECTION_CHUNK
+        newer = torch.arange(chunks * SELECTION_CHUNK, length)
+        count = min(chunks, (budget - len(newer)) // SELECTION_CHUNK)
+        if count <= 0 or length <= budget:
+            return torch.arange(max(0, length - budget), length)
+        scores = self._scores[: chunks * SELECTION_CHUNK].unflatten(0, (chunks, SELECTION_CHUNK))
+        best = best_chunks(scores.sum(-1)[None], SELECTION_CHUNK, count)[0]
+        return torch.cat([best, newer])
+
+    def drop(self, positions: Tensor) -> None:
+        """Select chunks with any of these positions, int64 ``[n]``, only if no other is left."""
+        known = positions[positions < self._length]
+        self._scores = self._scores.index_fill(0, known, -torch.inf)
+
+
+@dataclass(frozen=True)
+class ObservedRows:
+    """Rows of a pass whose attention is added to the scores."""
+
+    scores: TopChunks  # receives the weights
+    rows: range  # the last rows of one sequence in the packed pass
+    cache: KVCacheView  # the cache that they attend to
+    positions: Tensor  # positions of its first slots, up to the last row's, int64 ``[n]``
+
+
+class TextScores:
+    """Adds up attention weights over layers and heads; an ``AttentionObserver``."""
+
+    def __init__(self, observed: Sequence[ObservedRows]) -> None:
+        self._observed = observed
+
+    def probes(self, layer: int) -> Sequence[Probe]:
+        """Return none: the weights are computed here, of few rows and their own chunk too."""
+        return ()
+
+    def rows(self, layer: int) -> Sequence[int]:
+        return [row for each in self._observed for row in each.rows]
+
+    def attended(self, layer: int, q: Tensor) -> None:
+        parts = q.split([len(each.rows) for each in self._observed])
+        for each, rows in zip(self._observed, parts, strict=True):
+            keys, _ = each.cache.layer(layer)
+            weights = attention_weights(rows, span(keys, 0, len(each.positions)))
+            each.scores.add(each.positions, weights.cpu())
