@@ -5,13 +5,19 @@ from __future__ import annotations
 import json
 import math
 import random
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "decoder"))
+
+from decoder_cases import ask_tree
 from longspec_masks import window_mask
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
@@ -31,7 +37,7 @@ from paceline.drafter.growth.sequence import chain_blocks
 from paceline.drafter.kv import KvGone
 from paceline.drafter.kv.reader import StreamingReader
 from paceline.drafter.methods import method_class
-from paceline.drafter.methods.base import GenerationInfo, Resources
+from paceline.drafter.methods.base import Budget, GenerationInfo, Resources, Update
 from paceline.drafter.methods.checkpoint import TargetRef, load_weights
 from paceline.drafter.methods.dspark import DSparkConfig, read_dspark, save_dspark
 from paceline.drafter.methods.eagle3 import Eagle3Config, read_eagle3, save_eagle3
@@ -115,41 +121,31 @@ def change_config(folder: Path, **fields: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
-def write_longspec(
-    folder: Path, target: Path, seed: int = 0, dtype: torch.dtype = torch.float32, **shape: Any
+SHAPES: dict[str, Any] = {  # configuration, model and fields of each method's tiny drafter
+    "longspec": (LongSpecConfig, LongSpecModel, save_longspec, {}),
+    "dspark": (DSparkConfig, DSparkModel, save_dspark, {"block": 4, "mask_token": 3}),
+    "eagle3": (Eagle3Config, Eagle3Model, save_eagle3, {}),
+    "mtp": (MtpConfig, MtpModel, save_mtp, {}),
+}
+
+
+def write_drafter(
+    method: str, folder: Path, target: Path, seed: int = 0, dtype: Any = torch.float32, **shape: Any
 ) -> Path:
-    """Save a random LongSpec drafter for a target."""
-    config = LongSpecConfig.for_target(target, **shape)
-    weights = random_weights(LongSpecModel(config), seed)
-    save_longspec(folder, config, weights, TargetRef.of(target), dtype=dtype)
+    """Save a random drafter of a method for a target."""
+    kind, model, save, fields = SHAPES[method]
+    taps = {"taps": (0, 1)} if method in ("dspark", "eagle3") else {}
+    config = kind.for_target(target, **{**taps, **fields, **shape})
+    weights = random_weights(model(config), seed)
+    norm = [torch.ones(config.hidden)] if method == "mtp" else []  # the target's final norm
+    save(folder, config, weights, TargetRef.of(target), *norm, dtype=dtype)
     return folder
 
 
-def write_dspark(
-    folder: Path, target: Path, seed: int = 0, *, from_anchor: bool = True, **shape: Any
-) -> Path:
-    """Save a random DSpark drafter for a target, in fp32."""
-    shape = {"taps": (0, 1), "block": 4, "mask_token": 3, **shape}
-    config = replace(DSparkConfig.for_target(target, **shape), from_anchor=from_anchor)
-    weights = random_weights(DSparkModel(config), seed)
-    save_dspark(folder, config, weights, TargetRef.of(target), dtype=torch.float32)
-    return folder
-
-
-def write_eagle3(folder: Path, target: Path, seed: int = 0, **shape: Any) -> Path:
-    """Save a random EAGLE-3 drafter for a target, in fp32."""
-    config = Eagle3Config.for_target(target, **{"taps": (0, 1), **shape})
-    weights = random_weights(Eagle3Model(config), seed)
-    save_eagle3(folder, config, weights, TargetRef.of(target), dtype=torch.float32)
-    return folder
-
-
-def write_mtp(folder: Path, target: Path, seed: int = 0, **shape: Any) -> Path:
-    """Writes a head for multi-token prediction with random weights, beside a target."""
-    config = MtpConfig.for_target(target, **shape)
-    weights, norm = random_weights(MtpModel(config), seed), torch.ones(config.hidden)
-    save_mtp(folder, config, weights, TargetRef.of(target), norm, dtype=torch.float32)
-    return folder
+write_longspec = partial(write_drafter, "longspec")
+write_dspark = partial(write_drafter, "dspark")
+write_eagle3 = partial(write_drafter, "eagle3")
+write_mtp = partial(write_drafter, "mtp")
 
 
 def random_weights(model: DraftModel, seed: int) -> dict[str, Tensor]:
@@ -200,6 +196,24 @@ def forward(
     last = torch.tensor([len(text) - 1])
     logits = decoder.forward(torch.tensor(text), plan, [cache], logit_rows=last).logits
     return logits[0], cache
+
+
+def verify(
+    decoder: Decoder, cache: LocalCache, sequence: Any, anchor: int, budget: Budget
+) -> list[int]:
+    """Tokens that the target emits for a round's tree; the sequence gets them too."""
+    tree = sequence.draft(budget)
+    tokens, parents = [anchor, *tree.tokens], [-1, *(parent + 1 for parent in tree.parents)]
+    choices = ask_tree(decoder, cache, torch.tensor(tokens), parents).argmax(-1).tolist()
+    path, emitted = [0], [choices[0]]
+    while child := next(
+        (n for n, p in enumerate(parents) if p == path[-1] and tokens[n] == emitted[-1]), 0
+    ):
+        path.append(child)
+        emitted.append(choices[child])
+    cache.commit(path)
+    sequence.extend(Update(emitted))
+    return emitted
 
 
 @torch.inference_mode()

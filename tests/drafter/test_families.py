@@ -13,10 +13,10 @@ from paceline.convert import load_decoder
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "decoder"))
 
-from decoder_cases import FAMILIES, ask_tree, extend, save_model
+from decoder_cases import FAMILIES, extend, save_model
 
 from paceline.decoder import Decoder, LocalCache
-from paceline.drafter.methods.base import Budget, LoadError, Update
+from paceline.drafter.methods.base import Budget, LoadError
 
 from . import models
 
@@ -69,19 +69,8 @@ def accepted_tokens(decoder: Decoder, folder: Path, method: str, expected: list[
     cache, accepted = LocalCache(decoder.config), 0
     extend(decoder, cache, torch.tensor(text[:-1]))
     while len(text) < len(expected):
-        tree = sequence.draft(Budget(8, 8))
-        tokens = [text[-1], *tree.tokens]
-        parents = [-1, *(parent + 1 for parent in tree.parents)]
-        found = ask_tree(decoder, cache, torch.tensor(tokens), parents).argmax(-1).tolist()
-        path, emitted = [0], [found[0]]
-        while child := next(
-            (n for n, p in enumerate(parents) if p == path[-1] and tokens[n] == emitted[-1]), 0
-        ):
-            path.append(child)
-            emitted.append(found[child])
-        cache.commit(path)
-        accepted += len(path) - 1
+        emitted = models.verify(decoder, cache, sequence, text[-1], Budget(8, 8))
+        accepted += len(emitted) - 1
         text += emitted
-        sequence.extend(Update(emitted))
     assert text[: len(expected)] == expected, method
     return accepted

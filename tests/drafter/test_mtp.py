@@ -17,7 +17,7 @@ from paceline.convert import load_decoder
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "decoder"))
 
-from decoder_cases import ask_tree, extend, save_model
+from decoder_cases import extend, save_model
 from gguf_files import write_gguf
 
 from paceline.cli import shipped
@@ -79,19 +79,7 @@ def test_a_text_with_the_target_s_heads_is_that_without(
     sequence = models.start(drafter, found, states)
     while len(found) < len(text):
         states.committed = len(found) - 1
-        tree = sequence.draft(Budget(6, 3))
-        assert tree
-        tokens, parents = [found[-1], *tree.tokens], [-1, *(each + 1 for each in tree.parents)]
-        choices = ask_tree(decoder, cache, torch.tensor(tokens), parents).argmax(-1).tolist()
-        path, emitted = [0], [choices[0]]
-        while child := next(
-            (n for n, p in enumerate(parents) if p == path[-1] and tokens[n] == emitted[-1]), 0
-        ):
-            path.append(child)
-            emitted.append(choices[child])
-        cache.commit(path)
-        found += emitted
-        sequence.extend(Update(emitted))
+        found += models.verify(decoder, cache, sequence, found[-1], Budget(6, 3))
     assert found[: len(text)] == text
 
 

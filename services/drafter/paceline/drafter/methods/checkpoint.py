@@ -241,7 +241,7 @@ class TargetRef:
 
     name: str  # name of its folder or file, without the path
     architectures: tuple[str, ...]  # from its config.json
-    fingerprint: str  # see :func:`paceline.decoder.weights_fingerprint`
+    fingerprint: str  # see :func:`paceline.convert.weights_fingerprint`
     tokenizer_digest: str  # SHA-256 hex of its tokenizer.json; empty if it has none
     origin: Origin | None = None  # by which other formats of it are recognised; None: not known
 
