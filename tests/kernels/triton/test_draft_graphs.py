@@ -264,19 +264,9 @@ def test_captured_drafts_are_those_of_the_cpu(
     assert not operations.names & {"lift_fresh", "_local_scalar_dense", "nonzero", "masked_select"}
 
 
-@pytest.mark.parametrize(
-    ("name", "counts"),
-    [
-        ("longspec", (3,)),
-        ("eagle3", (3,)),
-        ("mtp", (3,)),
-        ("dspark", (1, 3)),
-        ("dspark, causal", (3,)),
-    ],
-)
+@pytest.mark.parametrize("name", METHODS)
 def test_a_draft_is_a_copy_a_replay_and_a_copy_for_any_number_of_texts(
     name: str,
-    counts: tuple[int, ...],
     folders: dict[str, Path],
     target: Decoder,
     on_triton: Callable[[Any], list[bool]],
@@ -287,7 +277,7 @@ def test_a_draft_is_a_copy_a_replay_and_a_copy_for_any_number_of_texts(
     expected = trees_of(drafter_of(name, folders), target, "greedy", 3)
     waits: list[None] = []
     monkeypatch.setattr(graphs, "wait_for", lambda device: waits.append(None))
-    for count in counts:
+    for count in (1, 3) if name == "dspark" else (3,):
         drafter = drafter_of(name, folders)
         replayed, asked, pool = on_triton(drafter), Operations(), Pool(drafter)
 
@@ -364,25 +354,18 @@ def test_a_text_whose_cache_was_released_during_a_draft_is_dropped(
     assert [found[0].tokens, found[2].tokens] == [expected[0].tokens, expected[2].tokens]
 
 
-def test_a_start_captures_a_graph_for_each_size_and_choice(folders: dict[str, Path]) -> None:
-    """Each takes time of a start: few enough."""
-    drafter = drafter_of("dspark, causal", folders)
-    captured = graphs_without_gpu(drafter)
-    captured.warm_up()
-    assert len(captured) == 36
-
-
 @pytest.mark.parametrize(("bits", "count"), [(0, 3), (8, 15)])
-def test_products_of_quantised_weights_are_compiled_for_each_size(
+def test_a_start_captures_a_graph_for_each_size_and_choice(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, bits: int, count: int
 ) -> None:
-    """Their tiles depend on the number of rows. Others need the largest size of each choice."""
+    """Each takes time of a start: few enough. Tiles of products of quantised weights depend on the
+    number of rows: they are compiled for each size, others for the largest of each choice."""
     drafter = drafter_of("dspark, causal", folders)
     captured, compiled = graphs_without_gpu(drafter), list[Any]()
     monkeypatch.setattr(captured._capturing, "compile", compiled.extend)
     monkeypatch.setattr(drafter.layers, "bits", bits)
     captured.warm_up()
-    assert len(compiled) == count
+    assert (len(captured), len(compiled)) == (36, count)
 
 
 def refuse_captures(drafter: Any, monkeypatch: pytest.MonkeyPatch, *sizes: int) -> None:
@@ -425,25 +408,19 @@ def test_texts_whose_graph_cannot_be_captured_are_drafted_for_without_it(
         assert [tree.tokens for tree in found] == [tree.tokens for tree in wanted]
 
 
-def test_a_drafter_none_of_whose_graphs_can_be_captured_has_none(
+def test_without_any_graph_or_device(
     folders: dict[str, Path],
     on_triton: Callable[[Any], list[bool]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A drafter none of whose graphs can be captured has none; one that loses the device by it is
+    not loaded."""
     drafter = drafter_of("dspark, causal", folders)
     on_triton(drafter)
     refuse_captures(drafter, monkeypatch, *graphs.SEQUENCES)
-    growth = drafter.growth.ways[0]
+    (growth,) = drafter.growth.ways
     growth.warm_up()
     assert growth.graphs is None
-
-
-def test_a_capture_that_loses_the_device_ends_the_load_of_a_drafter(
-    folders: dict[str, Path],
-    on_triton: Callable[[Any], list[bool]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    drafter = drafter_of("dspark, causal", folders)
     on_triton(drafter)
     refuse_captures(drafter, monkeypatch, 8)
     monkeypatch.setattr("paceline.decoder.graphs.device_lost", lambda device: DeviceLost("gone"))
