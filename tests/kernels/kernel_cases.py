@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import math
 import os
 import random
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
+from unittest.mock import patch
 
 import torch
 from hypothesis import strategies as st
@@ -28,6 +32,7 @@ from paceline.kernels import (
     Recorder,
     SamplingParams,
     TreePlan,
+    _compile,
     plan_trees,
     tree_attention,
 )
@@ -45,9 +50,16 @@ PREFIXES = [0, 1, 7, 15, 16, 200, 250, 255, 256, 257, 511, 512, 700, 1025, 2303,
 
 
 def compiled(level: str) -> ctypes.CDLL:
-    """The kernels of a level."""
+    """Load the kernels of a level. Those of other processors than this one are compiled for tests
+    with few optimisations, in a third of the time, by one of the processes that run tests."""
     cpu_kernels()  # has OpenMP's runtime loaded
-    return load(level).library
+    if level == LEVELS[0]:
+        return load(level).library
+    lock = Path(tempfile.gettempdir(), f"paceline-kernels-{os.getuid()}-{level}.lock")
+    flags = ("-O1", *_compile._FLAGS[1:])
+    with lock.open("w") as held, patch.object(_compile, "_FLAGS", flags):
+        fcntl.flock(held, fcntl.LOCK_EX)
+        return load(level).library
 
 
 class _Cache:
@@ -68,8 +80,6 @@ BACKENDS = [*((level, "portable") for level in LEVELS), *((LEVELS[0], own) for o
 
 
 class Attends(Protocol):
-    """Attention of a device's kernels."""
-
     def attend(self, call: AttentionCall) -> None: ...
 
 
@@ -178,7 +188,6 @@ class ProgramRows:
 
 
 def plan_of(rows: int) -> TreePlan:
-    """One block of a chain."""
     return plan_trees([QueryBlock(0, 0, None, rows)])
 
 
@@ -252,7 +261,6 @@ class Case:
         return out
 
     def expected(self) -> tuple[Tensor, Tensor]:
-        """Attention and log-sum-exp by the reference."""
         plan = plan_trees([self.block])
         return reference_attention(
             self.q, [self.key], [self.value], plan, scale=self.scale, window=self.window
@@ -304,7 +312,6 @@ def make_case(
 
 
 def sampling_params(penalties: bool = False) -> st.SearchStrategy[SamplingParams]:
-    """Filters of all kinds, also several together."""
     more: dict[str, st.SearchStrategy[Any]] = {
         "repetition_penalty": st.sampled_from([1.0, 1.3, 0.8]),
         "presence_penalty": st.sampled_from([0.0, 0.5, -0.5]),
