@@ -1,7 +1,5 @@
 """Calls to services: how they end, and conditions that they make true."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import time

@@ -1,7 +1,5 @@
 """Whether counts look like a distribution (Pearson's test)."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterable, Mapping
 
 import torch

@@ -20,8 +20,10 @@ sys.path.insert(0, str(Path(__file__).parent))  # for what several folders use
 # Triton decides when it is imported whether its kernels are interpreted on the CPU.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# How long an example takes depends on the machine: that is no failure.
-settings.register_profile("paceline", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# How long an example takes depends on the machine: that is no failure. Each run draws others.
+settings.register_profile(
+    "paceline", max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("paceline")
 
 

@@ -1,7 +1,5 @@
 """Distributions with entry points, as another package would have them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The tables of docs/metrics.md, beside what a registry has."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from pathlib import Path

@@ -5,8 +5,6 @@ Random small models. Float32 logits are compared with transformers' class; greed
 logits, as a share of the logits' spread; a GGUF file by its float32 logits.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 import time

@@ -1,7 +1,5 @@
 """Writes GGUF files of tiny models as llama.cpp's converter does."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

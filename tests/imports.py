@@ -1,7 +1,5 @@
 """What a program imports."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """The masks that define how a LongSpec layer drafts, and by which lags it is trained."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

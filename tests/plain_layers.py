@@ -1,7 +1,5 @@
 """Linear layers that are not packed, as on a GPU, on the CPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@
 generated code and what others wrote do not.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -20,7 +18,7 @@ BUDGET = {
     "client": 14_915,
     "train": 5_830,
     "bench": 7_055,
-    "tests": 55_945,
+    "tests": 51_100,
 }  # maximum number of lines
 SLACK = 0.01  # a folder that is smaller than its budget by a larger share lowers it
 _PRODUCT = ("kernels", "services", "client")

@@ -31,13 +31,9 @@ _SHAPE: dict[str, Any] = {
     "pad_token_id": None,
 }
 LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10_000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+    "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+}  # fmt: skip
 FAMILIES: dict[str, Any] = {
     "llama": LlamaConfig(**_SHAPE, rope_parameters=LLAMA3_ROPE),
     "mistral": MistralConfig(**_SHAPE, sliding_window=40),

@@ -1,26 +1,15 @@
 """`paceline bench acceptance`: figures of drafters along the same answers."""
 
-from __future__ import annotations
-
 import argparse
 import json
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from paceline.bench.acceptance import Acceptance, run
+from paceline.bench.acceptance import run
 from paceline.bench.cli import add_arguments
 
 _DEMO = Path("models/demo")
-
-
-def test_figures_count_the_bonus_token_and_what_the_vocabulary_loses() -> None:
-    entry = Acceptance(Counter({0: 2, 1: 1, 3: 1}), outside=1).entry()
-    assert entry == {
-        "rounds": 4, "accepted_length": 2.0, "positions": [0.5, 0.25, 0.25],
-        "outside_vocabulary": 0.25,
-    }  # fmt: skip
 
 
 def test_drafters_are_measured_on_the_same_answers(

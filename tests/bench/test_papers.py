@@ -1,7 +1,5 @@
 """`paceline bench papers`: each experiment on the demo models, with the smallest limits."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

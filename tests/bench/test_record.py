@@ -1,11 +1,8 @@
 """Result files, options, targets and prompts of `paceline bench`."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -14,8 +11,6 @@ from pathlib import Path
 import pytest
 
 from paceline.bench.cli import _MODULES, add_arguments
-from paceline.bench.models import Models
-from paceline.bench.prompts import long_prompts, needle_prompts, tokenizer
 from paceline.bench.record import Results, commit, digest
 from paceline.convert import open_model
 
@@ -90,28 +85,3 @@ def test_every_command_has_options_and_a_module(capsys: pytest.CaptureFixture[st
     drills = parser.parse_args(["drills", "no such drill"])
     assert importlib.import_module(_MODULES["drills"]).run(drills) == 2
     assert "expected some of: swap" in capsys.readouterr().err
-
-
-def test_long_prompts_are_pieces_of_held_out_files() -> None:
-    folder = ROOT / "models" / "demo"
-    demo = Models(folder, folder / "target")
-    first, second = long_prompts(demo.prompts, demo.target, 960, 2)
-    assert len(first) == len(second) == 960
-    assert first != second
-    with pytest.raises(ValueError, match="expected at least 1000000"):
-        long_prompts(demo.prompts, demo.target, 1_000_000, 1)
-
-
-def test_a_needle_is_near_the_beginning_and_begun_again_at_the_end() -> None:
-    folder = ROOT / "models" / "demo"
-    demo = Models(folder, folder / "target")
-    texts = long_prompts(demo.prompts, demo.target, 4000, 2)
-    coder = tokenizer(demo.target)
-    for text, found in zip(texts, needle_prompts(texts, demo.target), strict=True):
-        assert len(found) == len(text)
-        before, table, after = coder.decode(found).split("The codes:\n")
-        assert len(coder.encode(before).ids) < 600
-        assert table.startswith(after)
-        assert len(re.findall(r"[A-Z][a-z]+: \d{6}\n", table)) == 24
-    with pytest.raises(ValueError, match="expected at least"):
-        needle_prompts([texts[0][:500]], demo.target)

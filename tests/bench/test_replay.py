@@ -1,14 +1,11 @@
 """Replays of recorded rounds: what was recorded comes out again, and rules are compared with it."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from paceline.bench.replay.run import judge
-from paceline.bench.replay.simulation import Generation, Simulation
+from paceline.bench.replay.simulation import Simulation
 from paceline.bench.replay.traces import Replay, Round, Text, Traces
 
 STEP, DRAFT, LARGER = 2e-3, 5e-4, 3e-3
@@ -49,21 +46,6 @@ def test_rules_are_compared_with_the_better_of_both(
         figures["scheduled"] / max(1.0, figures["always"]), abs=2e-3
     )
     assert figures["over better"] > 0.9
-
-
-def test_inside_a_round_a_tree_is_what_was_drafted_below() -> None:
-    #  a chain of three and a branch at its second node, of which the chain's first two came true
-    recorded = Text("chat", 9, [Round(3, 0.0, STEP, (-1, 0, 1, 0), (0.9, 0.8, 0.7, 0.1), (0, 1))])
-    plain = Text("chat", 9, [Round(1, 0.0, STEP)] * 3)
-    load = Replay(Traces("some", TABLE, [plain], [recorded]), [0])
-    sizes, right = [], []
-    for got in range(3):
-        each = Generation(1, SimpleNamespace(), 3, 0.0, got=got)
-        tree = load.tree(each)
-        tree.check()
-        sizes.append(len(tree))
-        right.append(load.accepted(each, tree))
-    assert (sizes, right) == ([4, 3, 1], [2, 1, 0])
 
 
 def test_traces_come_back_from_their_file(tmp_path: Path) -> None:

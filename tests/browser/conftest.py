@@ -27,8 +27,6 @@ TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<ass
 
 @dataclass
 class Services:
-    """Addresses of running services."""
-
     verifier: str
     gateway: str  # its gateway asks for the key "secret"
 

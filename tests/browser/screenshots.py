@@ -4,8 +4,6 @@ They show a gateway that runs, such as that of `paceline serve smollm2`, in a he
 should have been started for them: texts of earlier runs would be drafted from.
 """
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The chat of the gateway's page. Run by `make browser`."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 
@@ -168,19 +166,6 @@ async def steps_can_be_picked(page: playwright.Page) -> None:
     await expect(shown).to_have_text(previewed)
 
 
-async def test_each_token_of_a_rendered_text_is_found_by_its_step(
-    chat_gateway, open_page: Open
-) -> None:
-    async with chat_gateway(lambda prompt: "A **bold** end") as address:
-        async with open_page(address) as page:
-            await send(page, "one")
-            await answered(page, 1)
-            shown = page.locator("#chat .panel .step")
-            await page.locator(".turn .answer strong [data-token]", has_text="l").hover()
-            # The first letter is the prompt's; "l" is the sixth after it.
-            await expect(shown).to_contain_text('Step 6 of 14: "l", not drafted')
-
-
 async def test_a_reload_keeps_the_chat(chat_gateway, open_page: Open) -> None:
     prompts: list[str] = []
 
@@ -223,24 +208,6 @@ async def test_a_reload_keeps_what_was_written_of_an_answer(chat_gateway, open_p
             assert await page.locator(".turn.user").text_content() == "First"
             await expect(page.locator(".turn .answer")).to_have_text("A")
             await expect(page.locator(".turn .figures")).to_contain_text("stopped")
-
-
-async def test_a_chat_too_large_for_the_browser_is_kept_without_its_steps(
-    chat_gateway, open_page: Open
-) -> None:
-    async with chat_gateway(lambda prompt: "x" * 200) as address, open_page(address) as page:
-        await page.evaluate("""() => {
-            const set = Storage.prototype.setItem;
-            Storage.prototype.setItem = function (name, text) {
-                if (text.includes('"steps"')) throw new DOMException("full", "QuotaExceededError");
-                set.call(this, name, text);
-            };
-        }""")
-        await send(page, "First")
-        await answered(page, 1)
-        await page.reload()
-        await answered(page, 1)
-        await expect(page.locator(".turn .answer")).to_have_text("x" * 200)
 
 
 async def test_stop_keeps_what_was_written(chat_gateway, open_page: Open) -> None:

@@ -1,7 +1,5 @@
 """`paceline drafters load --check` tries a version out through the verifier."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator
@@ -31,7 +29,6 @@ def load(services: tuple[str, str], prompts: Path, *words: str) -> int:
 
 
 def listed(services: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> dict[str, float]:
-    """Share of each version."""
     assert main(["drafters", "list", "--address", services[1], "--json"]) == 0
     infos = json.loads(capsys.readouterr().out)["drafters"]
     return {f"{info['name']}@{info['version']}": info["traffic_share"] for info in infos}

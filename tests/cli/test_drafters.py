@@ -54,9 +54,7 @@ def test_a_version_is_loaded_activated_and_unloaded(
 
 
 def test_the_list_fits_a_terminal(
-    registry: ServiceProcess,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    registry: ServiceProcess, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     assert drafters(registry, "list") == 0
@@ -203,10 +201,7 @@ def test_a_folder_is_inspected(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "q_proj.weight' of" in capsys.readouterr().out
     capsys.readouterr()
     (tmp_path / "empty").mkdir()
-    for folder, why in {
-        "none": "there is no such path",
-        "empty": "it has no config.json",
-    }.items():
+    for folder, why in {"none": "there is no such path", "empty": "it has no config.json"}.items():
         assert main(["drafters", "inspect", str(tmp_path / folder)]) == 2
         expected = f"paceline drafters: {tmp_path / folder} is no drafter: {why}; give a drafter's"
         assert capsys.readouterr().err.startswith(expected)

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -20,12 +19,11 @@ PACELINE = (sys.executable, "-m", "paceline.cli.main")
 UNREACHABLE = "http://127.0.0.1:9"
 NAMES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy", "HTTP_PROXY")
 PROXIES = {**dict.fromkeys(NAMES, UNREACHABLE), "no_proxy": "", "NO_PROXY": ""}
-CLOSED = ("<&-", ">&-", "2>&-")
+CLOSED = ("<&-", ">&-", "<&- >&- 2>&-")
 
 
 @pytest.fixture(scope="module")
 def address(target: Path) -> Iterator[str]:
-    """Address of a verifier."""
     arguments = ["--target", str(target), "--kv-bytes", "64MiB", "--schedule", "off"]
     with ServiceProcess("verifier", arguments) as verifier:
         yield verifier.address
@@ -57,13 +55,12 @@ def generate(address: str, *words: str) -> tuple[str, ...]:
     return ("generate", *services, "--drafter", "none", "--max-tokens", "3", *words)
 
 
-@pytest.mark.parametrize("closed", list(product((False, True), repeat=3))[1:])
-def test_standard_streams_may_be_closed(address: str, closed: tuple[bool, ...]) -> None:
+@pytest.mark.parametrize("closed", CLOSED)
+def test_standard_streams_may_be_closed(address: str, closed: str) -> None:
     """As daemons start processes: the event loop aborts where it gets their descriptors."""
-    shell = " ".join(each for each, does in zip(CLOSED, closed, strict=True) if does)
-    done = run(*generate(address, "hello"), shell=shell)
+    done = run(*generate(address, "hello"), shell=closed)
     assert done.returncode == 0, done.stderr
-    assert bool(done.stdout) != closed[1]
+    assert bool(done.stdout) != (">&-" in closed)
     assert done.stderr == ""
 
 
@@ -74,16 +71,13 @@ def test_a_closed_input_is_an_empty_prompt(address: str) -> None:
 
 
 def test_a_chat_without_input_ends(address: str) -> None:
-    done = run("chat", "--verifier-address", address, shell=" ".join(CLOSED))
+    done = run("chat", "--verifier-address", address, shell=CLOSED[-1])
     assert done.returncode == 0
 
 
-@pytest.mark.parametrize(
-    ("command", "files"),
-    [("generate", 16), ("generate", 20), ("serve", 32), ("verifier", 16), ("chat", 20)],
-)
+@pytest.mark.parametrize(("command", "files"), [("generate", 16), ("serve", 32), ("verifier", 16)])
 def test_too_few_open_files_are_a_message(command: str, files: int, target: Path) -> None:
-    words = {"generate": ["hello"], "verifier": ["--target", str(target)], "chat": []}
+    words = {"generate": ["hello"], "verifier": ["--target", str(target)]}
     done = run(command, *words.get(command, [str(target)]), shell=f"ulimit -n {files};")
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
     assert f"may open {files} files, and needs at least {MIN_FILES}" in done.stderr
@@ -123,7 +117,7 @@ def test_libraries_of_a_command_bypass_proxies(
     monkeypatch.delenv("no_proxy", raising=False)
 
 
-@pytest.mark.parametrize("encoding", ["latin-1", "ascii", "cp1252", "utf-8"])
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-8"])
 def test_characters_that_the_output_lacks_are_replaced(encoding: str) -> None:
     script = """
 from paceline.cli.environment import prepared
@@ -142,26 +136,11 @@ with prepared():
     assert done.stdout.decode(encoding) == 2 * ("a日b\n" if encoding == "utf-8" else "a?b\n")
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--help"],
-        ["--version"],
-        ["serve", "--help"],
-        ["completion", "bash"],
-        ["generate"],
-        ["drafters", "inspect"],
-    ],
-    ids=" ".join,
-)
-def test_output_that_nobody_reads_ends_a_command_quietly(
-    words: list[str], address: str, target: Path
-) -> None:
+@pytest.mark.parametrize("words", [["--help"], ["generate"]], ids=" ".join)
+def test_output_that_nobody_reads_ends_a_command_quietly(words: list[str], address: str) -> None:
     """With the status of a program that the signal of a closed pipe ends."""
     if words[0] == "generate":
-        words = [*generate(address, "hello"), *words[1:]]
-    if words[-1] == "inspect":
-        words = [*words, str(target)]
+        words = [*generate(address, "hello")]
     reading, writing = os.pipe()
     os.close(reading)
     for unbuffered in ("", "1"):
@@ -173,16 +152,14 @@ def test_output_that_nobody_reads_ends_a_command_quietly(
 def test_a_full_disk_is_a_message(address: str) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("this system has no /dev/full")
-    for words in (generate(address, "hello"), ("doctor",)):
-        done = run(*words, shell=">/dev/full")
-        assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
-        assert "No space left" in done.stderr
+    done = run(*generate(address, "hello"), shell=">/dev/full")
+    assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
+    assert "No space left" in done.stderr
 
 
-@pytest.mark.parametrize("shell", ["HOME=/proc", "unset HOME"])
-def test_the_users_folders_need_not_exist(address: str, shell: str) -> None:
+def test_the_users_folders_need_not_exist(address: str) -> None:
     environment = {"XDG_CACHE_HOME": "", "XDG_RUNTIME_DIR": "/proc/no", "TMPDIR": "/proc"}
-    done = run(*generate(address, "hello"), shell=f"{shell};", environment=environment)
+    done = run(*generate(address, "hello"), shell="HOME=/proc;", environment=environment)
     assert (done.returncode, done.stderr) == (0, "")
 
 

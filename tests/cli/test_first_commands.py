@@ -1,7 +1,5 @@
 """The first commands of README, Getting started and Your own model, for each kind of model."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -87,7 +85,11 @@ def test_the_pages_say_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    ("page", "kind"), [(PAGES[0], "file"), (PAGES[1], "name"), (PAGES[2], "folder")]
+    ("page", "kind"),
+    [
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in zip(PAGES, ("file", "name"))),  # noqa: B905
+        (PAGES[2], "folder"),
+    ],
 )
 def test_what_serve_runs_is_waited_for_and_asked(
     page: str, kind: str, models: dict[str, str], environment: Mapping[str, str]
@@ -120,6 +122,7 @@ def test_what_serve_runs_is_waited_for_and_asked(
         serving.wait(60)
 
 
+@pytest.mark.slow
 def test_the_wait_ends_with_the_command_that_starts(environment: Mapping[str, str]) -> None:
     address = environment["PACELINE_VERIFIER_ADDRESS"]
     with pytest.MonkeyPatch.context() as patch:

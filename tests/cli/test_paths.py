@@ -1,7 +1,5 @@
 """Paths in arguments: the home folder, and one way to name models, drafters and files."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator
 from pathlib import Path

@@ -37,8 +37,6 @@ OF_GATEWAY = ("--cors-origin=http://a", "--cors-origin=http://b", "--max-request
 
 
 class Serve:
-    """A running `paceline serve`."""
-
     def __init__(self, folder: Path, *arguments: str, shell: str = 'exec "$@"') -> None:
         self.ready = folder / "ready"
         self.log = folder / "log"
@@ -66,12 +64,10 @@ class Serve:
         return self.ready.read_text().split()
 
     def command(self, kind: str) -> str:
-        """The command of a service, from the log."""
         lines = self.log.read_text().splitlines()
         return next(line for line in lines if f"started: paceline {kind} " in line)
 
     def child(self, kind: str) -> psutil.Process:
-        """The process of a service."""
         for each in psutil.Process(self.process.pid).children():
             with suppress(psutil.ZombieProcess):  # one that was killed, and is not reaped yet
                 if kind in (each.name(), *each.cmdline()):
@@ -114,7 +110,6 @@ def assert_others_are_refused(address: str) -> None:
 
 @pytest.fixture
 def serve(target: Path, short_folder: Path) -> Iterator[Callable[..., Serve]]:
-    """Starts `paceline serve` on the tiny target."""
     started: list[Serve] = []
 
     def start(*arguments: str, **settings: str) -> Serve:
@@ -154,6 +149,7 @@ def test_one_signal_ends_all(serve: Callable[..., Serve]) -> None:
             assert name in response.read()
     children = [running.child(kind) for kind in ("verifier", "drafter", "gateway")]
     assert OPTION in running.command("verifier")
+    assert all("--device=auto" in running.command(kind) for kind in ("verifier", "drafter"))
     assert all(option in running.command("gateway") for option in OF_GATEWAY)
     log = running.log.read_text()
     assert "\nserving target0, drafters: ngram, other, local (ngram, grammar)\n" in log
@@ -163,19 +159,6 @@ def test_one_signal_ends_all(serve: Callable[..., Serve]) -> None:
     assert running.process.wait(300) == 0, running.log.read_text()
     assert not any(child.is_running() for child in children)
     assert "ERROR" not in running.log.read_text()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "devices"),
-    [((), ("auto", "auto")), (("--device=cpu",), ("cpu", "cpu"))],
-)
-def test_the_drafter_follows_the_verifier_to_the_cpu(
-    serve: Callable[..., Serve], arguments: tuple[str, ...], devices: tuple[str, str]
-) -> None:
-    running = serve("--drafter=ngram", *arguments, "--log-level=debug")
-    running.addresses()
-    for kind, device in zip(("verifier", "drafter"), devices, strict=True):
-        assert f"--device={device}" in running.command(kind)
 
 
 def test_it_opens_the_page_and_starts_no_drafter_without_trained_ones(
@@ -207,26 +190,11 @@ def test_it_opens_the_page_and_starts_no_drafter_without_trained_ones(
         assert json.load(response)["usage"]["completion_tokens"] > 0
 
 
-@pytest.mark.parametrize(
-    "arguments", [("--sources", "none"), ("--sources=grammar",), ("--drafter-device=cpu",)]
-)
-def test_a_drafter_starts_where_the_verifier_does_not_look_up_or_one_is_wanted(
-    serve: Callable[..., Serve], arguments: tuple[str, ...]
-) -> None:
-    running = serve(*arguments)
-    assert len(running.addresses()) == 3
-    assert running.child("drafter").is_running()
-
-
 async def streamed(address: str, prompt: list[int], kill: Callable[[], None]) -> list[int]:
     """Token ids of a text from the gateway; ``kill`` is called while it streams."""
     body: dict[str, Any] = {
-        "prompt": prompt,
-        "max_tokens": 200,
-        "temperature": 0.7,
-        "seed": 3,
-        "ignore_eos": True,
-    }
+        "prompt": prompt, "max_tokens": 200, "temperature": 0.7, "seed": 3, "ignore_eos": True,
+    }  # fmt: skip
     connector = aiohttp.UnixConnector(address.removeprefix("unix:"))
     found: list[int] = []
     body |= {"stream": True, "stream_options": {"include_rounds": True}}
@@ -397,10 +365,11 @@ def test_one_may_load_what_is_in_the_working_folder(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """By a path from there, after the services have started; names of models are paths too."""
+    """By a path from there, after the services have started; names of models are paths too.
+    A drafter service starts where its device is named."""
     shutil.copytree(target, tmp_path / "mine")
     monkeypatch.chdir(tmp_path)
-    drafter = serve("--drafter", "ngram").addresses()[1]
+    drafter = serve("--drafter-device=cpu").addresses()[1]
     assert main(["drafters", "load", "--address", drafter, "mine", "lm", "mine"]) == 0
     monkeypatch.setitem(MODELS, "named", SimpleNamespace(path=target / "config.json"))  # type: ignore[misc]
     words = ["layer", "longspec", "mine", "--option", "target=named"]
@@ -415,11 +384,12 @@ def test_one_may_load_what_is_in_the_working_folder(
 def test_it_serves_with_closed_streams_and_beside_a_proxy(
     serve: Callable[..., Serve], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As daemons start it. All end when it is killed."""
+    """As daemons start it. All end when it is killed. A drafter service starts where the verifier
+    does not look up texts."""
     for name in ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     tcp = (f"--{kind}-address=127.0.0.1:0" for kind in ("verifier", "drafter", "gateway"))
-    running = serve("--drafter=ngram", *tcp, shell='exec "$@" <&- >&- 2>&-')
+    running = serve("--sources=grammar", *tcp, shell='exec "$@" <&- >&- 2>&-')
     gateway = running.addresses()[2]
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with direct.open(f"http://{gateway}/health", timeout=60) as response:
@@ -431,20 +401,19 @@ def test_it_serves_with_closed_streams_and_beside_a_proxy(
         assert not child.is_running()
 
 
-def test_the_drafter_trusts_the_verifiers_certificate(
+def test_the_drafter_trusts_the_verifiers_certificate_and_follows_it_to_the_cpu(
     serve: Callable[..., Serve], short_folder: Path
 ) -> None:
-    """So that it can join the verifier over TLS. Ctrl-C ends it too."""
+    """So that it joins the verifier over TLS. Ctrl-C ends it too."""
     cert, key = short_folder / "cert", short_folder / "key"
-    curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
-    names = ("-addext", "subjectAltName=DNS:localhost")
-    command = ["openssl", "req", "-x509", *curve, "-subj", "/CN=x", *names]
-    command += ["-keyout", str(key), "-out", str(cert)]
-    subprocess.run(command, check=True, capture_output=True)
-    own = (f"--tls-cert={cert}", f"--tls-key={key}")
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=x"
+    files = ("-addext", "subjectAltName=DNS:localhost", "-keyout", key, "-out", cert)
+    subprocess.run([*command.split(), *files], check=True, capture_output=True)
+    own = (f"--tls-cert={cert}", f"--tls-key={key}", "--device=cpu")
     running = serve("--drafter=ngram", *own, "--log-level=debug")
     running.addresses()
     assert f"--verifier-tls-ca={cert}" in running.command("drafter")
-    assert "has not joined" not in running.log.read_text()
+    assert "\nserving target0, drafters: ngram, local" in running.log.read_text()
+    assert all("--device=cpu" in running.command(kind) for kind in ("verifier", "drafter"))
     running.process.send_signal(signal.SIGINT)
     assert running.process.wait(300) == 0

@@ -36,18 +36,13 @@ def test_drafters_are_found_by_the_weights_of_their_target(target: Path, tmp_pat
     weights = bytearray((moved / "model.safetensors").read_bytes())
     weights[-1] ^= 1
     (moved / "model.safetensors").write_bytes(weights)
-    assert shipped.drafters_for(moved, "cuda:0") == [
-        f"lm=lm:{DEMO / 'lm'}",
-        "ngram=ngram",
-    ]
+    assert shipped.drafters_for(moved, "cuda:0") == [f"lm=lm:{DEMO / 'lm'}", "ngram=ngram"]
     untrained = ["ngram=ngram", f"selfspec=selfspec:{target},weights=int4"]
     assert shipped.drafters_for(target) == untrained
     assert shipped.drafters_for(target, "cuda:0") == ["ngram=ngram"], "no second copy on a GPU"
 
 
-def test_the_default_of_a_large_target_is_by_its_format(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_default_of_a_large_target_is_by_its_format(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     ours = DEMO / "target"
     names = ["longspec", "dspark", "lm", "ngram"]

@@ -165,8 +165,6 @@ async def test_a_message_of_several_lines(
 
 
 class Terminal:
-    """`paceline chat` on a pseudo-terminal."""
-
     def __init__(self, words: list[str], home: Path) -> None:
         self.master, slave = pty.openpty()
         # A shell starts background jobs with SIGINT ignored, and processes inherit that.

@@ -21,7 +21,6 @@ from paceline.cli.command import CommandError
 from paceline.cli.generate import add_generation_arguments, generation_arguments
 from paceline.cli.main import main
 from paceline.client import RoundStats, Stats
-from paceline.harness import read_prompts
 from paceline.harness.models import MODELS
 
 TEXT = bytes(continuation([*b"hi"], 40, 5)).decode()
@@ -77,25 +76,6 @@ async def test_generate_reads_files_and_stdin(
     assert capsys.readouterr().out == 3 * (TEXT + "\n")
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32-be"])
-async def test_files_of_windows_are_read(
-    world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, encoding: str
-) -> None:
-    """Their byte order marks are no part of prompts and schemas, their line ends are "\\n"."""
-    mark = "\ufeff" if encoding == "utf-32-be" else ""
-    prompt, schema, prompts = (tmp_path / name for name in ("prompt", "schema", "many.jsonl"))
-    prompt.write_bytes(f"{mark}hi\r\nyou".encode(encoding))
-    schema.write_bytes(f'{mark}{{"type": "integer"}}\r\n'.encode(encoding))
-    prompts.write_bytes(f'{mark}"hi\u2028you"\r\n\r\n{{"prompt": "b"}}\r\n'.encode(encoding))
-    assert await generate(world, "--file", str(prompt), "--json-schema", str(schema)) == 0
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(prompt.read_bytes())))
-    assert await generate(world, "-") == 0
-    first, second = world.verifier.creates
-    assert bytes(first.prompt_tokens) == bytes(second.prompt_tokens) == b"hi\nyou"
-    assert json.loads(first.sampling.json_schema) == {"type": "integer"}
-    assert read_prompts(prompts) == ["hi\u2028you", "b"]
-
-
 async def test_what_is_no_text_is_a_message(
     world: World,
     capsys: pytest.CaptureFixture[str],
@@ -142,28 +122,12 @@ def test_every_parameter_becomes_an_argument(tmp_path: Path) -> None:
         "--max-nodes 4 --regex a+ --grammar g --prompt-logprobs 0 --isolated"
     )
     assert generation_arguments(parser.parse_args(words.split())) == {
-        "temperature": 0.5,
-        "top_k": 3,
-        "top_p": 0.75,
-        "min_p": 0.25,
-        "seed": 3,
-        "repetition_penalty": 1.5,
-        "presence_penalty": 0.5,
-        "frequency_penalty": -0.5,
-        "stop_token_ids": [9],
-        "ignore_eos": True,
-        "deadline": 60.0,
-        "drafter": "d",
-        "stop": ["x", "y"],
-        "json_schema": "{}",
-        "max_nodes": 4,
-        "regex": "a+",
-        "grammar": "g",
-        "prompt_logprobs": 0,
-        "isolated": True,
-        "max_new_tokens": 256,
-        "acceptance": "invariant",
-    }
+        "temperature": 0.5, "top_k": 3, "top_p": 0.75, "min_p": 0.25, "seed": 3,
+        "repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": -0.5,
+        "stop_token_ids": [9], "ignore_eos": True, "deadline": 60.0, "drafter": "d",
+        "stop": ["x", "y"], "json_schema": "{}", "max_nodes": 4, "regex": "a+", "grammar": "g",
+        "prompt_logprobs": 0, "isolated": True, "max_new_tokens": 256, "acceptance": "invariant",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """`paceline trace`: the rounds of a text."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from typing import Any

@@ -243,16 +243,6 @@ async def test_a_verifier_that_guesses_by_itself_has_the_drafter_local(
         assert result.stats.problems
 
 
-async def test_many_at_once(world: World, client: Client) -> None:
-    prompts = [[n, n + 1] for n in range(32)]
-    results = await asyncio.gather(
-        *[client.generate(prompt, max_new_tokens=60, seed=SEED) for prompt in prompts]
-    )
-    for prompt, result in zip(prompts, results, strict=True):
-        assert result.token_ids == continuation(prompt, 60, SEED)
-    await world.verifier.all_released()
-
-
 async def test_a_seed_is_drawn_and_reported(world: World, client: Client) -> None:
     first = await client.generate(PROMPT, max_new_tokens=30)
     second = await client.generate(PROMPT, max_new_tokens=30)

@@ -7,23 +7,9 @@ from pathlib import Path
 
 import grpc
 import pytest
-from fakes.transport import MockTransport
-from fakes.verifier import (
-    FakeVerifier,
-    Service,
-    continuation,
-    status,
-    verifier_service,
-)
+from fakes.verifier import FakeVerifier, Service, continuation, status, verifier_service
 
-from paceline.client import (
-    CapacityError,
-    Client,
-    InvalidRequestError,
-    RetryOptions,
-    UnavailableError,
-)
-from paceline.client._fleet import CHUNK, PrefixTable, Verifier
+from paceline.client import Client, InvalidRequestError, RetryOptions, UnavailableError
 
 PROMPT = [104, 105, 106]
 SEED = 5
@@ -49,7 +35,6 @@ class Site:
         return [verifier.made for verifier in self.verifiers]
 
     def busiest(self) -> int:
-        """The verifier with a cache."""
         (index,) = [i for i, verifier in enumerate(self.verifiers) if verifier.caches]
         return index
 
@@ -65,21 +50,12 @@ async def site(short_folder: Path) -> AsyncIterator[Site]:
 
 
 def client_of(site: Site, *indices: int, budget: float = 60) -> Client:
-    """A client of some of the verifiers."""
     return Client(
         site.addresses(*indices),
         cache_dir=None,
         retry=RetryOptions(budget=budget, first_delay=0.005, longest_delay=0.05),
         unread_chunks=2,
     )
-
-
-def test_the_oldest_prefixes_are_forgotten() -> None:
-    table, holder = PrefixTable(), Verifier(MockTransport(""), QUICK)
-    for start in range(1100):
-        table.add(range(start, start + 60 * CHUNK), holder)
-    assert table.find(range(1099, 2000), [holder]) is holder
-    assert table.find(range(60 * CHUNK), [holder]) is None
 
 
 # Lists of addresses.
@@ -125,6 +101,7 @@ async def test_a_dns_name_stands_for_its_addresses(
         listed[:] = [1, 2]
         await site.services[0].stop()
         monkeypatch.setattr("paceline.client._fleet.MAX_AGE", 0.0)
+        monkeypatch.setattr("paceline.client._transport._MAX_AGE", 0.0)
         await generate(client, 4)
         while not site.made[2]:
             await generate(client, 2)
@@ -255,15 +232,6 @@ async def test_a_draining_verifier_finishes_its_texts_and_gets_no_other(
         assert (found.state, found.reason) == ("unavailable", "it is draining")
 
 
-async def test_draining_is_noticed_when_a_cache_is_refused(site: Site) -> None:
-    """Before the next answer of GetModel tells it."""
-    async with client_of(site, 0, 1) as client:
-        await client.model()
-        site.verifiers[0].draining = True
-        await generate(client, 4)
-    assert site.made[:2] == [0, 4]
-
-
 async def test_a_restarted_verifier_is_used_again(site: Site) -> None:
     async with client_of(site, 0) as client:
         await disturbed(client, site, "restart")
@@ -292,23 +260,13 @@ async def test_a_list_can_be_replaced(site: Site) -> None:
         assert (await generation).stats.verifiers == [site.addresses(0)]
 
 
-async def test_a_full_verifier_is_passed_over(site: Site) -> None:
-    site.verifiers[0].full = site.verifiers[1].full = 10**6
-    site.verifiers[0].retry_after = site.verifiers[1].retry_after = 60
+@pytest.mark.parametrize("retry_after", [60, None])  # None: the text is too long for it
+async def test_a_full_verifier_is_passed_over(site: Site, retry_after: float | None) -> None:
+    for each in site.verifiers[:2]:
+        each.full, each.retry_after = 10**6, retry_after
     async with client_of(site, 0, 1, 2) as client:
         await generate(client, 6)
     assert site.made == [0, 0, 6]
-
-
-async def test_a_text_too_long_for_a_verifier_goes_to_a_larger_one(site: Site) -> None:
-    for small in site.verifiers[:2]:
-        small.full, small.retry_after = 10**6, None
-    async with client_of(site, 0, 1, 2) as client:
-        await generate(client, 6)
-    assert site.made == [0, 0, 6]
-    async with client_of(site, 0, 1) as client:
-        with pytest.raises(CapacityError):
-            await client.generate(PROMPT)
 
 
 async def test_a_failed_step_is_tried_elsewhere(site: Site) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from fakes.transport import MockTransport
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.client import (
@@ -70,7 +70,6 @@ def call(name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["prompt", *(field.name for field in fields(ChatOptions))])
-@settings(max_examples=40)
 @given(value=VALUES)
 def test_any_value_of_any_type_ends_in_a_result_or_the_error(name: str, value: Any) -> None:
     error = refusal(lambda: call(name, value))

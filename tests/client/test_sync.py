@@ -10,12 +10,7 @@ from inspect import signature
 import pytest
 from fakes.transport import MockTransport
 
-from paceline.client import (
-    Client,
-    ClientClosedError,
-    InvalidRequestError,
-    SyncClient,
-)
+from paceline.client import Client, ClientClosedError, InvalidRequestError, SyncClient
 from paceline.client._transport import Connections
 
 

@@ -1,7 +1,5 @@
 """Templates that compute without end or fill the memory end their own process, and nothing else."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Iterator

@@ -1,11 +1,10 @@
 """Chat templates: each prompt is that of transformers, and nothing vanishes from it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Iterator
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +13,15 @@ from paceline.client import InvalidRequestError, Model, render_chat
 from paceline.client._templates import Prompt
 from paceline.v1 import verifier_pb2
 
-from .template_shapes import CHATML, SHAPES
-
 reference = pytest.importorskip("transformers.utils.chat_template_utils")
 
+# The constructs of published chat templates, one small template for each family of models, written
+# for these tests: how tools, calls, results and system messages are told, and what is refused.
+SHAPES = {
+    file.stem: file.read_text("utf-8").removesuffix("\n")
+    for file in sorted((Path(__file__).parent / "shapes").glob("*.jinja"))
+}
+CHATML = SHAPES["CHATML"]
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "image_token": "<image>"}
 TOOLS: list[dict[str, Any]] = [
     {
@@ -310,7 +314,6 @@ ORDERS: dict[str, list[dict[str, Any]]] = {
 
 
 def filled(order: list[dict[str, Any]], parts: bool) -> tuple[list[dict[str, Any]], list[str]]:
-    """Messages with texts, and the texts."""
     messages, words = [], []
     for message, text in zip(order, WORDS, strict=False):
         if "tool_calls" in message and "content" not in message:

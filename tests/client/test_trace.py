@@ -19,8 +19,6 @@ SEED = 5
 
 
 class Recording:
-    """Spans of this process that ended."""
-
     def __init__(self) -> None:
         self.provider = TracerProvider()
         self.exporter = InMemorySpanExporter()

@@ -8,13 +8,7 @@ import pytest
 from certificates import Authority, Pair
 from fakes.verifier import FakeVerifier, World, continuation
 
-from paceline.client import (
-    Client,
-    InvalidRequestError,
-    RetryOptions,
-    TlsOptions,
-    UnavailableError,
-)
+from paceline.client import Client, InvalidRequestError, RetryOptions, TlsOptions, UnavailableError
 from paceline.v1 import verifier_pb2_grpc
 
 PROMPT = [104, 105, 106]
@@ -31,7 +25,6 @@ def pki(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Pair, Pair]:
 
 @pytest.fixture
 async def secure(pki: tuple[Path, Pair, Pair]) -> AsyncIterator[tuple[str, FakeVerifier]]:
-    """A verifier that demands certificates."""
     verifier, server = FakeVerifier(), grpc.aio.server()
     authority, pair, _ = pki
     verifier_pb2_grpc.add_VerifierServiceServicer_to_server(verifier, server)
@@ -58,9 +51,7 @@ async def test_mutual_tls_and_a_token(
 
 
 async def test_a_resolved_address_must_have_the_certificate_of_its_name(
-    pki: tuple[Path, Pair, Pair],
-    secure: tuple[str, FakeVerifier],
-    monkeypatch: pytest.MonkeyPatch,
+    pki: tuple[Path, Pair, Pair], secure: tuple[str, FakeVerifier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (address, _), (authority, _, own) = secure, pki
 

@@ -1,7 +1,5 @@
 """A gateway process before a real verifier, for the client libraries of other projects."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal

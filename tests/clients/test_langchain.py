@@ -1,7 +1,5 @@
 """LangChain's `ChatOpenAI` and `OpenAI`, which `make clients` installs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

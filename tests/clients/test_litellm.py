@@ -1,7 +1,5 @@
 """LiteLLM's OpenAI provider, which `make clients` installs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -20,12 +18,7 @@ def litellm(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def asked(url: str) -> dict[str, Any]:
-    return {
-        "model": f"openai/{MODEL}",
-        "api_base": url,
-        "api_key": "any",
-        **SAMPLED,
-    }
+    return {"model": f"openai/{MODEL}", "api_base": url, "api_key": "any", **SAMPLED}
 
 
 def test_completions_and_chats(litellm: Any, asked: dict[str, Any]) -> None:

@@ -1,7 +1,5 @@
 """OpenAI's client for Node, which `make clients` installs in .make/clients."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """OpenAI's Python client. Completions, streams and errors: tests/system/test_gateway.py."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -71,13 +69,9 @@ def test_responses(api: OpenAI) -> None:
         assert stream.get_final_response().output_text == text == parsed.output_text
     tool: Any = {"type": "function", "strict": True, **TOOL["function"]}
     called = api.responses.create(
-        model=MODEL,
-        input="ride",
-        tools=[tool],
-        tool_choice="required",
-        parallel_tool_calls=False,
+        model=MODEL, input="ride", tools=[tool], tool_choice="required", parallel_tool_calls=False,
         max_output_tokens=1500,
-    )
+    )  # fmt: skip
     (call,) = called.output
     assert call.type == "function_call"
     Ride.model_validate_json(call.arguments)

@@ -1,7 +1,5 @@
 """The chart, rendered by Helm and held to the schemas of Kubernetes; `make chart` installs both."""
 
-from __future__ import annotations
-
 import argparse
 import base64
 import copy
@@ -244,15 +242,19 @@ def test_pods_are_scaled_by_queues_that_the_services_report() -> None:
             assert "replicas" not in deployments[scaler["spec"]["scaleTargetRef"]["name"]]["spec"]
 
 
-def test_the_gateway_is_behind_the_ingress() -> None:
+def test_the_monitor_reads_every_service_with_metrics() -> None:
     objects = render(SETTINGS["guarded"])
-    (ingress,) = of_kind(objects, "Ingress").values()
-    (rule,) = ingress["spec"]["rules"]
-    backend = rule["http"]["paths"][0]["backend"]["service"]
-    ports = of_kind(objects, "Service")[backend["name"]]["spec"]["ports"]
-    assert backend["port"]["name"] in [port["name"] for port in ports]
-    assert ingress["spec"]["tls"] == [{"hosts": ["llm.example"], "secretName": "llm"}]
-    assert not of_kind(render({"gateway": {"enabled": False}}), "Deployment", "-gateway")
+    (monitor,) = of_kind(objects, "ServiceMonitor").values()
+    ports = {endpoint["port"] for endpoint in monitor["spec"]["endpoints"]}
+    wanted = monitor["spec"]["selector"]["matchLabels"]
+    offered = {
+        port["name"]
+        for service in of_kind(objects, "Service").values()
+        if wanted.items() <= service["metadata"]["labels"].items()
+        for port in service["spec"]["ports"]
+    }
+    assert {"metrics-9431", "metrics-9432", "metrics-9433"} <= offered & ports
+    assert all(endpoint["scheme"] == "https" for endpoint in monitor["spec"]["endpoints"])
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -285,21 +287,6 @@ def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
     return selector["matchLabels"].items() <= labels.items() and all(
         labels.get(each["key"]) in each["values"] for each in selector["matchExpressions"]
     )
-
-
-def test_the_monitor_reads_every_service_with_metrics() -> None:
-    objects = render(SETTINGS["guarded"])
-    (monitor,) = of_kind(objects, "ServiceMonitor").values()
-    ports = {endpoint["port"] for endpoint in monitor["spec"]["endpoints"]}
-    wanted = monitor["spec"]["selector"]["matchLabels"]
-    offered = {
-        port["name"]
-        for service in of_kind(objects, "Service").values()
-        if wanted.items() <= service["metadata"]["labels"].items()
-        for port in service["spec"]["ports"]
-    }
-    assert {"metrics-9431", "metrics-9432", "metrics-9433"} <= offered & ports
-    assert all(endpoint["scheme"] == "https" for endpoint in monitor["spec"]["endpoints"])
 
 
 @pytest.mark.parametrize(

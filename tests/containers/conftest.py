@@ -1,7 +1,5 @@
 """Deployments in real containers, once for all tests; `make containers` runs them."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

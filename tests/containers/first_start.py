@@ -1,7 +1,5 @@
 """Compiles in a container what a first start on a GPU does, and prints where it is kept."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Generating through compose files: no failure of a drafter container changes a token."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """The images for GPUs, on a machine without one: they compile for it, and compute on the CPU."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The drills at small scale; `make drills` runs all of them at full scale."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -14,14 +12,9 @@ DEMO = Path(__file__).parents[2] / "models" / "demo"
 MODELS = Models(DEMO, DEMO / "target")
 # Deaths of a process, a drafter that is stopped and hostile drafters are tested in tests/system.
 HERE = (
-    "swap",
-    "verifier stopped",
-    "three verifiers",
-    "verifier out of KV",
-    "clock jumps",
-    "abandoned clients",
-    "forged handles",
-)
+    "swap", "verifier stopped", "three verifiers", "verifier out of KV", "clock jumps",
+    "abandoned clients", "forged handles",
+)  # fmt: skip
 
 
 @pytest.mark.slow

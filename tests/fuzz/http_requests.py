@@ -1,7 +1,5 @@
 """Random HTTP requests: bodies by the gateway's own schemas, with faults, and broken HTTP."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import dataclass
@@ -43,16 +41,12 @@ _KINDS: dict[str, type[Body]] = {
 
 @dataclass(frozen=True)
 class Request:
-    """Bytes to send."""
-
     raw: bytes
     whole: bool  # it is one request in valid HTTP, so it must be answered
     head: bool = False  # its response has no body
 
 
 class HttpFuzzer:
-    """Draws requests from a seeded generator."""
-
     def __init__(self, seed: int) -> None:
         self.draws = random.Random(seed)
         references, schemas = models_json_schema(
@@ -65,7 +59,6 @@ class HttpFuzzer:
         }
 
     def request(self) -> Request:
-        """A random request."""
         draws = self.draws
         match draws.random():
             case chance if chance < 0.75:

@@ -1,7 +1,5 @@
 """Model folders with faults: values, files and weights that nobody's converter writes."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os
@@ -157,13 +155,11 @@ class FolderFuzzer:
 
 
 def change_json(file: Path, change: dict[str, Any]) -> None:
-    """Set fields of a file, which may be missing."""
     found = json.loads(file.read_text()) if file.is_file() else {}
     file.write_text(json.dumps(found | change))
 
 
 def replace_by(file: Path, kind: str) -> None:
-    """Put something else in the place of a file."""
     file.unlink(missing_ok=True)
     match kind:
         case "folder":

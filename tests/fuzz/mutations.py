@@ -1,7 +1,5 @@
 """Random messages of any type, with and without corrupted bytes."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

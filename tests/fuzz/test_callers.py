@@ -4,8 +4,6 @@ PACELINE_FUZZ_SECONDS is the duration of each test; without it they are skipped.
 PACELINE_FUZZ_SEED is the seed.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

@@ -4,8 +4,6 @@ PACELINE_FUZZ_SECONDS is the duration; without it the test is skipped. PACELINE_
 seed.
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from pathlib import Path

@@ -4,8 +4,6 @@
 skipped. PACELINE_FUZZ_SEED is the seed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections import Counter
@@ -58,7 +56,6 @@ METHODS: dict[str, list[MethodDescriptor]] = {
 
 
 def joining() -> exchange_pb2.JoinRequest:
-    """The first message of a drafter service."""
     info = drafter_pb2.DrafterInfo(name="fuzz", version="1", traffic_share=1.0)
     listed = exchange_pb2.DrafterList(drafters=[info], default_drafter="fuzz")
     return exchange_pb2.JoinRequest(drafters=listed)

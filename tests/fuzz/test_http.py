@@ -3,8 +3,6 @@
 PACELINE_FUZZ_REQUESTS is their number, PACELINE_FUZZ_SEED the seed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """A gateway in this process, on a real socket, before a verifier made of memory."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
@@ -20,8 +18,6 @@ from paceline.gateway import GatewayOptions, run_gateway
 
 @dataclass
 class Served:
-    """A running gateway."""
-
     openai: AsyncOpenAI
     transport: MockTransport
     url: str

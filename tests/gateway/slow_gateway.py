@@ -3,8 +3,6 @@
 Prints its address, and serves until its standard input ends.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 
@@ -13,7 +11,7 @@ from fakes.transport import MockTransport
 from paceline.client import Client, RetryOptions
 from paceline.gateway import GatewayOptions, run_gateway
 
-TEXT = "The quick brown fox jumps over the lazy dog. " * 3
+TEXT = "The quick brown fox jumps over the lazy dog. "
 TEMPLATE = (
     "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ m.tool_calls }}{% endfor %}"

@@ -1,7 +1,5 @@
 """Which requests come in: bodies that do not end, memory for bodies, and the drain."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -24,8 +22,6 @@ ROUTES = ["completions", "chat/completions", "responses", "models", "models/mock
 
 
 class Upload:
-    """A request whose body does not end."""
-
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
 
@@ -34,7 +30,6 @@ class Upload:
         await self._writer.drain()
 
     async def answer(self) -> tuple[int, dict[str, str], Any]:
-        """Status, headers and JSON."""
         async with asyncio.timeout(60):
             head = (await self._reader.readuntil(b"\r\n\r\n")).decode().splitlines()
             headers = dict(line.split(": ", 1) for line in head[1:] if line)
@@ -42,7 +37,6 @@ class Upload:
         return int(head[0].split()[1]), headers, json.loads(content)
 
     async def refused(self) -> bool:
-        """Whether there is an answer."""
         try:
             await asyncio.wait_for(asyncio.shield(asyncio.create_task(self._peek())), 0.2)
         except TimeoutError:
@@ -105,7 +99,6 @@ async def test_bodies_take_bounded_memory(serve: Serve) -> None:
 
 @asynccontextmanager
 async def _all(uploads: list[Any]) -> AsyncIterator[list[Upload]]:
-    """Begins them one after the other."""
     async with contextlib.AsyncExitStack() as stack:
         yield [await stack.enter_async_context(each) for each in uploads]
 

@@ -1,8 +1,6 @@
 # ruff: noqa: E501, E741
 """What is a call: what stands outside of thoughts, is complete, and has arguments of its schema."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any
@@ -127,16 +125,6 @@ def test_calls_are_outside_of_thoughts(form: str, mark: str) -> None:
             for pieces in ([whole], list(whole)):
                 read, _, made = parsed(parser_of(USE, frozenset(), begin), pieces)
                 assert (without_marks(read), made) == (without_marks(content), found)
-
-
-@pytest.mark.parametrize("form", ["hermes", "llama 3", "glm 4", "qwen3-coder"])
-def test_marks_of_thoughts_are_read_however_they_are_cut(form: str) -> None:
-    text, calls = FORMS[form]
-    for mark, end in THOUGHTS.items():
-        whole = f"{mark}{text}{end}\n{text}"
-        for at in range(len(whole)):
-            found = parsed(parser_of(USE, frozenset()), [whole[:at], whole[at:]])
-            assert found == (f"{mark}{text}{end}\n", "", calls)
 
 
 def test_what_gpt_oss_quotes_in_its_answer_is_no_call() -> None:

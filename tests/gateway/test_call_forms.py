@@ -1,8 +1,6 @@
 # ruff: noqa: E501
 """Calls in the forms of families of models, and the channels of gpt-oss."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -259,8 +257,6 @@ async def test_a_forced_call_streams_no_empty_events(serve: Serve) -> None:
 
 
 class Harmony(MockTransport):
-    """A model with the special tokens of gpt-oss."""
-
     def __init__(self, reply: Any) -> None:
         super().__init__(reply)
         self.tokenizer.add_special_tokens(sorted(CHANNEL_MARKS))

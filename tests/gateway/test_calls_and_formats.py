@@ -1,7 +1,5 @@
 """Answers with a format beside tools: it binds the answer, and leaves calls and thoughts free."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import product
 from typing import Any

@@ -1,7 +1,5 @@
 """What surrounds requests: ids, CORS, the access log, comments of slow streams."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
@@ -53,7 +51,6 @@ PAGE = "https://page.example"
 
 
 async def asked(served: Served, method: str, **headers: str) -> tuple[int, Any]:
-    """Status and headers of a request for a text."""
     async with aiohttp.ClientSession() as session:
         url = f"{served.url}/v1/completions"
         body = {"json": {"prompt": "a"}} if method == "POST" else {}

@@ -1,7 +1,5 @@
 """Callers that read nothing, or never finish a request."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket
@@ -48,18 +46,6 @@ async def test_a_caller_that_reads_nothing_is_disconnected(
         answer = await create(model="mock", prompt="a", max_tokens=1)
         assert answer.choices[0].text == "x"
         caller.close()
-
-
-async def test_others_are_served_beside_callers_that_read_nothing(serve: Serve) -> None:
-    async with serve(MockTransport(TEXT)) as served:
-        callers = [await reading_nothing(served, stream=True) for _ in range(2)]
-        await until(lambda: len(served.transport.requests) == 2)
-        for _ in range(5):
-            answer = await served.openai.completions.create(model="mock", prompt="a", max_tokens=9)
-            assert answer.choices[0].text == "x" * 9
-        for caller in callers:
-            caller.close()
-        await until(lambda: served.transport.open_caches == 0)
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: localho"])

@@ -1,7 +1,5 @@
 """Metrics of the gateway, and access to them."""
 
-from __future__ import annotations
-
 import asyncio
 
 import aiohttp
@@ -10,15 +8,10 @@ import pytest
 from calls import until
 from documented_metrics import described, documented
 from fakes.transport import MockTransport
-from openai.types.chat import ChatCompletionUserMessageParam
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import CollectorRegistry
 
 from paceline.gateway import GatewayOptions, server
 from paceline.gateway.metrics import GatewayMetrics
-from paceline.telemetry.names import Attribute, Span
 
 from .conftest import Serve
 
@@ -116,36 +109,3 @@ async def test_metrics_are_on_the_gateways_port_too(serve: Serve, key: str, stat
                 assert response.status == status
                 text = await response.text()
     assert (f'path="{PATH}",status="200"}} 1.0' in text) == (status == 200)
-
-
-async def test_a_request_is_the_parent_of_its_texts(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    provider, exporter = TracerProvider(), InMemorySpanExporter()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    source = provider.get_tracer("test")
-    for module in ("paceline.telemetry.tracing", "paceline.client._stats"):
-        monkeypatch.setattr(f"{module}.tracer", lambda: source)
-    template = "{{ messages[0].content }}"
-    async with serve(MockTransport("fine"), chat_template=template) as served:
-        message: ChatCompletionUserMessageParam = {"role": "user", "content": "hi"}
-        await served.openai.chat.completions.create(model="mock", messages=[message])
-        with pytest.raises(openai.NotFoundError):
-            await served.openai.completions.create(model="other", prompt="a")
-        async with aiohttp.ClientSession() as session, session.get(f"{served.url}/health"):
-            pass
-    spans = {span.name: span for span in exporter.get_finished_spans()}
-    chat, wrong = spans["POST /v1/chat/completions"], spans["POST /v1/completions"]
-    text = spans["chat mock"]
-    assert text.parent == chat.context
-    assert (text.attributes or {})[Attribute.OPERATION] == Span.CHAT
-    assert (chat.attributes or {}).items() >= {
-        Attribute.HTTP_METHOD: "POST",
-        Attribute.HTTP_ROUTE: "/v1/chat/completions",
-        Attribute.HTTP_STATUS: 200,
-        Attribute.URL_PATH: "/v1/chat/completions",
-        Attribute.URL_SCHEME: "http",
-        Attribute.SERVER_ADDRESS: "127.0.0.1",
-    }.items()
-    assert (wrong.attributes or {})[Attribute.HTTP_STATUS] == 404
-    assert not any("health" in name for name in spans)

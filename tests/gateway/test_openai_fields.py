@@ -1,8 +1,6 @@
 """Every field, tool and item of OpenAI's request types is honoured, refused by name, or ignored
 with its name in a warning. What carries a part of the conversation is never ignored."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator
 from typing import Any, get_args, get_type_hints
@@ -78,7 +76,6 @@ async def served(serve: Serve) -> AsyncIterator[Served]:
 
 
 def sent(served: Served) -> str:
-    """The prompt of the last request."""
     return bytes(served.transport.requests[-1].prompt_tokens).decode()
 
 

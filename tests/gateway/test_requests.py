@@ -1,10 +1,7 @@
 """Requests as clients of OpenAI, vLLM and llama.cpp send them: the tables of docs/http.md."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -12,17 +9,9 @@ import openai
 import pytest
 from fakes.transport import MockTransport
 
-from paceline.client import TokenLogprob
 from paceline.gateway.errors import ApiError
-from paceline.gateway.requests import (
-    ChatRequest,
-    CompletionRequest,
-    Message,
-    Tool,
-    parse_request,
-)
+from paceline.gateway.requests import ChatRequest, CompletionRequest, Message, Tool, parse_request
 from paceline.gateway.responses_api import ResponsesRequest
-from paceline.gateway.writers import of_chat, of_completion
 
 from .conftest import Serve, Served
 
@@ -284,23 +273,6 @@ async def test_every_optional_field_may_be_null(served: Served) -> None:
         assert "x-paceline-warning" not in headers
 
 
-async def test_fields_of_other_servers_mean_something(served: Served) -> None:
-    await served.openai.completions.create(
-        model="mock",
-        prompt="a",
-        extra_body={
-            "top_k": -1,
-            "min_p": 0.5,
-            "store": True,
-            "metadata": {"a": 1},
-            "user": "u",
-            "logit_bias": {"7": 1},
-        },
-    )
-    sampling = served.transport.requests[-1].sampling
-    assert (sampling.top_k, sampling.min_p, dict(sampling.logit_bias)) == (0, 0.5, {7: 1.0})
-
-
 async def test_unknown_fields_are_named_in_a_header(served: Served) -> None:
     raw = await served.openai.chat.completions.with_raw_response.create(
         model="mock",
@@ -387,22 +359,6 @@ async def test_an_echoed_prompt_has_logprobs(served: Served, n: int, limit: int)
             assert [each for part in parts for each in part] == getattr(logprobs, name)
 
 
-def test_the_likeliest_token_comes_first() -> None:
-    """In both forms. A completion's has the token itself, and each text once."""
-    codec: Any = SimpleNamespace(token_text=lambda t: "abcd"[t % 4], token_bytes=lambda t: b"x")
-    top = ((1, -0.5), (2, -1.0), (5, -1.5), (3, -2.0))
-    for token, own, wanted in (
-        (0, -3.0, [("b", -0.5), ("c", -1.0), ("d", -2.0), ("a", -3.0)]),
-        (2, -1.0, [("b", -0.5), ("c", -1.0), ("d", -2.0)]),
-        (9, -4.0, [("b", -0.5), ("c", -1.0), ("d", -2.0)]),
-    ):
-        entry = TokenLogprob(token, own, top)
-        (found,) = of_completion([token], [entry], ["x"], codec, 0)["top_logprobs"]
-        assert list(found.items()) == wanted
-        (content,) = of_chat([entry], codec)["content"]
-        assert [each["logprob"] for each in content["top_logprobs"]] == [-0.5, -1.0, -1.5, -2.0]
-
-
 async def test_integers_in_the_form_of_floats(served: Served) -> None:
     """In each field, at any depth. Numbers with a fraction, and what is no number, are refused."""
     given: dict[str, Any] = {"seed": 7.0, "top_k": 3.0, "n": 2.0, "stop_token_ids": [66.0, 67]}
@@ -428,15 +384,7 @@ async def test_integers_in_the_form_of_floats(served: Served) -> None:
     assert served.transport.requests[-1].sampling.json_schema == '{"const": 1.0, "enum": [2.0]}'
 
 
-async def test_many_prompts_in_one_request(served: Served) -> None:
-    prompts = [f"prompt {index}" for index in range(300)]
-    answer = await served.openai.completions.create(model="mock", prompt=prompts)
-    assert [choice.text for choice in answer.choices] == [text.upper() for text in prompts]
-    assert served.transport.open_caches == 0
-
-
 CALL: Any = {"id": "a", "type": "function", "function": {"name": "f"}}
-RESULT: Any = {"type": "function_call_output", "call_id": "a", "output": "b"}
 PART: Any = {"type": "text", "text": ""}
 LISTS: list[tuple[str, str, Any, int]] = [
     ("chat/completions", "messages", USER, 4096),
@@ -542,12 +490,6 @@ def test_a_template_is_given_tools_as_they_were_sent(fields: dict[str, Any]) -> 
     found = tool.for_template()
     assert found == {"type": "function", "function": wanted}
     assert json.dumps(found["function"]) == json.dumps(wanted)
-
-
-def test_a_template_is_told_the_parameters_of_every_tool() -> None:
-    tool = Tool.model_validate({"function": {"name": "f"}}).for_template()
-    assert tool["type"] == "function"
-    assert tool["function"]["parameters"]["type"] == "object"
 
 
 @pytest.mark.parametrize("named", [{}, {"id": ""}, {"id": None}, {"id": "abcdefgh1"}])

@@ -1,7 +1,5 @@
 """`/v1/responses` with the official client."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from fakes.transport import MockTransport
@@ -31,25 +29,6 @@ async def test_a_text(serve: Serve) -> None:
         assert sent == "<user>hi<assistant><SYSTEM>BE KIND<USER>HI<ASSISTANT><assistant>"
 
 
-async def test_calls_and_their_results(serve: Serve) -> None:
-    async with serve(MockTransport(CALLING), chat_template=PLAIN) as served:
-        create = served.openai.responses.create
-        answer = await create(model="mock", input="hi", tools=[WEATHER])
-        message, call = answer.output
-        assert (message.type, call.type) == ("message", "function_call")
-        assert call.type == "function_call"
-        assert (call.name, call.arguments) == ("weather", '{"city": "Rom"}')
-        result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
-        items: list[Any] = [{"role": "user", "content": "hi"}, *answer.output, result]
-        await create(model="mock", input=items, tools=[WEATHER])
-        sent = bytes(served.transport.requests[-1].prompt_tokens).decode()
-        assert sent.endswith(
-            "<user>hi<assistant>Wait.\n<tool_call>\n"
-            '{"name": "weather", "arguments": {"city": "Rom"}}\n</tool_call>'
-            "<user><tool_response>\nsunny\n</tool_response><assistant>"
-        )
-
-
 async def test_events(serve: Serve) -> None:
     async with serve(MockTransport(CALLING), chat_template=PLAIN) as served:
         stream = await served.openai.responses.create(
@@ -59,36 +38,15 @@ async def test_events(serve: Serve) -> None:
     assert [event.sequence_number for event in events] == list(range(len(events)))
     kinds = dict.fromkeys(event.type for event in events)
     assert list(kinds) == [
-        "response.created",
-        "response.in_progress",
-        "response.output_item.added",
-        "response.content_part.added",
-        "response.output_text.delta",
-        "response.output_text.done",
-        "response.content_part.done",
-        "response.output_item.done",
-        "response.function_call_arguments.delta",
-        "response.function_call_arguments.done",
+        "response.created", "response.in_progress", "response.output_item.added",
+        "response.content_part.added", "response.output_text.delta", "response.output_text.done",
+        "response.content_part.done", "response.output_item.done",
+        "response.function_call_arguments.delta", "response.function_call_arguments.done",
         "response.completed",
-    ]
+    ]  # fmt: skip
     text = "".join(e.delta for e in events if e.type == "response.output_text.delta")
     assert text == "Wait."
     last = events[-1]
     assert last.type == "response.completed"
     assert [item.type for item in last.response.output] == ["message", "function_call"]
     assert last.response.output_text == "Wait."
-
-
-async def test_a_schema_and_a_named_function(serve: Serve) -> None:
-    async with serve(MockTransport("{}"), chat_template=PLAIN) as served:
-        create = served.openai.responses.create
-        form: Any = {"type": "json_schema", "name": "n", "schema": {"const": 1}}
-        await create(model="mock", input="hi", text={"format": form})
-        assert served.transport.requests[-1].sampling.json_schema == '{"const": 1}'
-        answer = await create(
-            model="mock",
-            input="hi",
-            tools=[WEATHER],
-            tool_choice={"type": "function", "name": "weather"},
-        )
-        assert [item.type for item in answer.output] == ["function_call"]

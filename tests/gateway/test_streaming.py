@@ -1,7 +1,5 @@
 """What arrives together travels together: the events of a stream, from rounds to bytes."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

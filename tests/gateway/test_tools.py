@@ -1,7 +1,5 @@
 """Tools: how they are shown to the model, and how its calls are read."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any
@@ -40,49 +38,9 @@ HERMES = (
     '{"name": "weather", "arguments": {"city": "Rom"}}\n</tool_call>\n'
     '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>\n'
 )
-BOTH = [("weather", {"city": "Rom"}), ("clock", {})]
 USE = ToolUse(
     [Tool(function=Function(name="weather")), Tool(function=Function(name="clock"))], "auto"
 )
-
-
-@pytest.mark.parametrize(
-    ("text", "content", "calls"),
-    [
-        (HERMES, "I look.", BOTH),
-        (
-            '{"name": "weather", "parameters": {"city": "Rom"}}; {"name": "clock"}',
-            "",
-            BOTH,
-        ),
-        (
-            '[{"name": "weather", "arguments": {"city": "Rom"}}, {"name": "clock"}]',
-            "",
-            BOTH,
-        ),
-        (
-            '{"type": "function", "function": {"name": "weather", "parameters": {"city": "}"}}}',
-            "",
-            [("weather", {"city": "}"})],
-        ),
-        ('<tool_call>[{"name": "other"}]', "", [("other", {})]),
-        ("a <b> c < d <tool", "a <b> c < d <tool", []),
-        ('{"name": "Bob"}', '{"name": "Bob"}', []),
-        ('{"answer": 1}', '{"answer": 1}', []),
-        ('{"name": "weat', '{"name": "weat', []),
-        ("[1, 2]", "[1, 2]", []),
-        ("<tool_call>?</tool_call> x", "<tool_call>?</tool_call> x", []),
-        ("<tool_call>{", "<tool_call>{", []),
-        (" \n", " \n", []),
-    ],
-)
-def test_calls_in_a_text(text: str, content: str, calls: list[Any]) -> None:
-    for pieces in ([text], list(text)):
-        parser = CallParser(USE)
-        parts = [part for piece in pieces for part in parser.push(piece)] + parser.flush()
-        assert "".join(part for part in parts if isinstance(part, str)) == content
-        found = [part for part in parts if isinstance(part, Call)]
-        assert [(call.name, json.loads(call.arguments)) for call in found] == calls
 
 
 def test_ids_of_calls_are_9_letters_and_digits() -> None:
@@ -150,29 +108,6 @@ async def test_a_named_function_is_called(serve: Serve) -> None:
         assert (call.function.name, call.function.arguments) == ("weather", '{"city":"Rom"}')
         schema = json.loads(served.transport.requests[-1].sampling.json_schema)
         assert schema == WEATHER["function"]["parameters"] | {"additionalProperties": False}
-
-
-def test_objects_of_enforced_calls_are_closed() -> None:
-    named = {"type": "object", "properties": {"a": {"type": "string"}}}
-    closed = named | {"additionalProperties": False}
-    free: Any = {"type": "object"}
-    mixed = named | {"anyOf": [{"required": ["a"]}, {"properties": {"b": {}}}]}
-    cases: list[tuple[Any, Any]] = [
-        (named, closed),
-        (free, free),
-        (mixed, mixed),
-        ({"allOf": [named, free]}, {"allOf": [named, free]}),
-        (named | {"additionalProperties": named}, named | {"additionalProperties": closed}),
-        ({"items": named, "anyOf": [named]}, {"items": closed, "anyOf": [closed]}),
-        (
-            {"properties": {"properties": named}, "$defs": {"x": named}},
-            {"properties": {"properties": closed}, "$defs": {"x": closed}}
-            | {"additionalProperties": False},
-        ),
-    ]
-    for parameters, expected in cases:
-        tool = Tool(function=Function(name="f", parameters=parameters))
-        assert ToolUse([tool], "named", name="f").schema() == expected
 
 
 @pytest.mark.parametrize("template", [PLAIN, KNOWING])

@@ -4,8 +4,6 @@ They skip without a CUDA device. ``tests/conftest.py`` hides devices, so `make g
 out (``--confcutdir``).
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

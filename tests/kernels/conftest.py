@@ -1,7 +1,5 @@
 """Makes the helpers beside the tests importable, and chooses attention backends."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

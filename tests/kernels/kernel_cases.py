@@ -1,7 +1,5 @@
 """Random trees, caches and queries, run as a tree and as single paths; compiled kernels."""
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import math
@@ -154,14 +152,9 @@ class ProgramRows:
         return self._run(program, gated, gate_up, plan_of(len(gate_up)))
 
     def rotate(
-        self,
-        heads: Tensor,
-        norms: tuple[Norm, Norm] | None,
-        table: Tensor,
-        plan: TreePlan,
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor],
-    ) -> Tensor:
+        self, heads: Tensor, norms: tuple[Norm, Norm] | None, table: Tensor, plan: TreePlan,
+        keys: Sequence[Tensor], values: Sequence[Tensor],
+    ) -> Tensor:  # fmt: skip
         dim, kv_heads = table.shape[1], keys[0].shape[0]
         q_heads = heads.shape[1] // dim - 2 * kv_heads
         program = Recorder(Heads(q_heads, kv_heads, dim), torch.float32)
@@ -387,11 +380,6 @@ def attend(
 ) -> Tensor:
     """Tree attention with float32 results, so that no rounding hides a difference."""
     return tree_attention(
-        q,
-        keys,
-        values,
-        plan_trees(blocks),
-        scale=q.shape[2] ** -0.5,
-        window=window,
+        q, keys, values, plan_trees(blocks), scale=q.shape[2] ** -0.5, window=window,
         out=torch.empty(q.shape),
-    )
+    )  # fmt: skip

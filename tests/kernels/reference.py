@@ -1,7 +1,5 @@
 """Simple, slow float64 tree attention, as a reference for tests of the backends."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -12,14 +10,9 @@ from paceline.kernels.trees import TreePlan
 
 
 def reference_attention(
-    q: Tensor,
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
-    plan: TreePlan,
-    *,
-    scale: float,
+    q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], plan: TreePlan, *, scale: float,
     window: int | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The result of :func:`paceline.kernels.tree_attention`, computed row by row in float64.
 
     Returns:

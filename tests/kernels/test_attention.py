@@ -1,7 +1,5 @@
 """Tree attention against the float64 reference; probes leave no trace in the result."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -28,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("cpu_backend")
 
 
 @pytest.mark.parametrize("cpu_backend", ["generic", "reference"], indirect=True)
-@settings(max_examples=40)
+@settings(max_examples=16)
 @given(case=cases(max_nodes=40))
 def test_any_tree_agrees_with_the_reference(case: Case) -> None:
     """Plain C, whose bits all levels have (test_levels.py), and the reference."""
@@ -37,7 +35,7 @@ def test_any_tree_agrees_with_the_reference(case: Case) -> None:
 
 @pytest.mark.parametrize("cpu_backend", ["reference"], indirect=True)
 @pytest.mark.parametrize("numerics", OWN_NUMERICS)
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(case=cases(max_nodes=40, dtypes=[torch.bfloat16]))
 def test_products_of_bfloat16_agree_with_the_reference(numerics: str, case: Case) -> None:
     """Scaled queries are rounded in the reference too; the rest is the rounding of weights."""
@@ -94,7 +92,7 @@ def expected(
     return (scores.softmax(-1) if probe.weights else scores)[..., : block.start].sum(1)
 
 
-@settings(max_examples=40)
+@settings(max_examples=16)
 @given(
     shapes=st.lists(st.tuples(st.sampled_from([0, 1, 40, 256, 700]), trees(20)), max_size=3),
     heads=st.sampled_from(HEADS),

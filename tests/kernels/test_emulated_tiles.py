@@ -1,7 +1,5 @@
 """The level with tiles on processors without them: its code, with their instructions in plain C."""
 
-from __future__ import annotations
-
 import ctypes
 import subprocess
 from pathlib import Path
@@ -25,7 +23,6 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The linear layers of the level."""
     path = tmp_path_factory.mktemp("tiles") / "linear.so"
     flags = [flag.replace("-O3", "-O1") for flag in _compile.compiler_flags("amx")]
     sources = [str(NATIVE / name) for name in ("linear.c", "linear_plain.c")]

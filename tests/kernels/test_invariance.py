@@ -1,7 +1,5 @@
 """Batch invariance: a row has the same bits in any batch, at every level."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Iterable
@@ -24,20 +22,13 @@ from kernel_cases import (
     windowed_case,
 )
 
-from paceline.kernels import (
-    CHUNK,
-    MAX_TREE_NODES,
-    Probe,
-    QueryBlock,
-    plan_trees,
-    tree_attention,
-)
+from paceline.kernels import CHUNK, MAX_TREE_NODES, Probe, QueryBlock, plan_trees, tree_attention
 from paceline.kernels._compile import SANITIZERS
 
 pytestmark = pytest.mark.usefixtures("native_backend")
 
 
-@settings(max_examples=40)
+@settings(max_examples=16)
 @given(
     case=cases(max_nodes=MAX_TREE_NODES),
     texts=st.sampled_from([1, 1, 3]),
@@ -80,7 +71,7 @@ def test_a_window_may_begin_anywhere_at_every_level(name: str) -> None:
     assert_columns(name, [0, 1, 239, 254], MAX_TREE_NODES)
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(
     shapes=st.lists(
         st.tuples(st.sampled_from([200, 1000, 3000]), trees(50)), min_size=1, max_size=3

@@ -1,7 +1,5 @@
 """Compiling and finding the CPU kernels, and what happens where that cannot be done."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import platform

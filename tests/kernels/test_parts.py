@@ -1,7 +1,5 @@
 """Debug builds say where a table of a workspace is left."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -37,7 +35,6 @@ int main(int count, char **words) {
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Compiled with AddressSanitizer and checks."""
     if shutil.which("gcc") is None:
         pytest.skip("no gcc")
     folder = tmp_path_factory.mktemp("parts")

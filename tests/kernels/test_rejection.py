@@ -1,7 +1,5 @@
 """Rejection sampling: what comes out is the target's distribution, whatever q is."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import cache

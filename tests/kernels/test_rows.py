@@ -1,7 +1,5 @@
 """Row kernels: the compiled ones and the reference, and independence of rows."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from kernel_cases import ProgramRows

@@ -1,7 +1,5 @@
 """The border between Python and C: what Python reads in the headers is what a compiler reads."""
 
-from __future__ import annotations
-
 import ctypes
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """A distribution of another package that registers selection policies."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from distributions import write_distribution

@@ -1,7 +1,5 @@
 """A driver whose GPUs are pieces of main memory: libcuda_stub.c in the place of libcuda."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import os
@@ -56,7 +54,6 @@ class StubDriver(CudaDriver):
         return ctypes.c_long.in_dll(self._library, name)
 
     def link(self, reader: int, other: int) -> None:
-        """Let a device reach another one."""
         self._library.stub_link(reader, other)
 
     def live(self) -> dict[str, int]:

@@ -1,7 +1,5 @@
 """Exported and mapped CUDA memory, by the calls of libcuda; tests/gpu has those of a real one."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess
@@ -44,13 +42,9 @@ def files() -> int:
 
 def map_of(driver: StubDriver, owned: ExportedMemory, **change: Any) -> MappedMemory:
     arguments = {
-        "reader": 0,
-        "device_uuid": owned.device_uuid,
-        "handle": owned.handle,
-        "byte_offset": 16,
-        "byte_size": 100,
-        "file": owned.file,
-    } | change
+        "reader": 0, "device_uuid": owned.device_uuid, "handle": owned.handle, "byte_offset": 16,
+        "byte_size": 100, "file": owned.file,
+    } | change  # fmt: skip
     return MappedMemory(driver, **arguments)
 
 
@@ -61,65 +55,6 @@ def test_both_sides_see_the_same_bytes(driver: StubDriver) -> None:
     assert mapped.bytes[:5].tolist() == [7, 7, 7, 7, 0]
     for each in (mapped, mapped, owned, owned):
         each.close()
-
-
-def test_memory_of_another_gpu_is_read_by_the_readers_own(
-    driver: StubDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its kernels run there, and the process has no context on the owner's GPU."""
-    owned = ExportedMemory(driver, 0, SIZE)
-    owned.bytes[16:20] = 7
-    driver.link(1, 0)
-    used = set()
-    for name in ("_primary_context", "view"):
-        real = getattr(CudaDriver, name)
-
-        def noted(self: CudaDriver, device: int, *more: int, real: Any = real) -> Any:
-            used.add(device)
-            return real(self, device, *more)
-
-        monkeypatch.setattr(CudaDriver, name, noted)
-    mapped = map_of(driver, owned, reader=1)
-    assert mapped.bytes[:5].tolist() == [7, 7, 7, 7, 0]
-    assert driver.number("stub_reader").value == 1
-    mapped.close()
-    close_unused()
-    assert used == {1}
-    owned.close()
-
-
-def test_one_process_opens_an_allocation_once(driver: StubDriver) -> None:
-    owned = ExportedMemory(driver, 0, SIZE)
-    first = map_of(driver, owned)
-    live = driver.live()
-    second = map_of(driver, owned, byte_offset=0)
-    first.close()
-    assert driver.live() == live
-    assert second.bytes.numel() == 100
-    second.close()
-    calls = driver.number("stub_calls").value
-    map_of(driver, owned).close()
-    assert driver.live() == live, "it is open for later ones"
-    assert driver.number("stub_calls").value - calls < 10
-    close_unused()
-    assert driver.live() != live
-    owned.close()
-
-
-def test_a_descriptor_is_mapped_for_reading_where_the_driver_can() -> None:
-    driver = StubDriver()
-    owned = ExportedMemory(driver, 0, SIZE)
-    assert driver.number("stub_access").value == 3
-    mapped = map_of(driver, owned)
-    assert driver.number("stub_access").value == 1
-    mapped.close()
-    close_unused()
-    driver.number("stub_no_read").value = 1
-    map_of(driver, owned).close()
-    close_unused()
-    assert driver.number("stub_access").value == 3
-    owned.close()
-    assert driver.live() == {}
 
 
 @pytest.mark.parametrize(
@@ -143,15 +78,6 @@ def test_memory_that_cannot_be_mapped(
     owned.close()
 
 
-def test_an_allocation_that_is_open_is_no_larger_for_the_second_user(driver: StubDriver) -> None:
-    owned = ExportedMemory(driver, 0, SIZE)
-    first = map_of(driver, owned)
-    with pytest.raises(NotMappable, match="of an allocation of"):
-        map_of(driver, owned, byte_size=1 << 20)
-    first.close()
-    owned.close()
-
-
 def test_memory_that_cannot_be_exported_is_the_owners_alone(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,11 +93,6 @@ def test_memory_that_cannot_be_exported_is_the_owners_alone(
 
 def refuse(*arguments: Any) -> Any:
     raise DriverError("not supported")
-
-
-def test_too_much_memory(driver: StubDriver) -> None:
-    with pytest.raises(DriverError, match=r"cuMemAlloc_v2: out of memory \(2\)"):
-        ExportedMemory(driver, 0, 1 << 40)
 
 
 def test_an_error_of_any_call_leaves_nothing_behind(driver: StubDriver) -> None:

@@ -1,7 +1,5 @@
 """The registry of selection policies."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

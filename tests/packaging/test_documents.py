@@ -1,7 +1,5 @@
 """What documents name is there: files, headings, commands and their options."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections.abc import Iterator, Mapping, Sequence

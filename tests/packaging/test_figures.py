@@ -12,8 +12,6 @@ is neither letter nor digit, ``{a|b}`` for one value after the other, ``*`` for 
 rounded as the text is, and are percentages or millions where it says so.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """One word for one thing, one place for each description: rules of CONTRIBUTING.md."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re

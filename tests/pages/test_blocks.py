@@ -6,8 +6,6 @@ and packages come from. Run by `make docs-check`; the pages name the default por
 free.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import socket

@@ -34,8 +34,6 @@ def pki(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
 
 @dataclass
 class Served:
-    """A toy served in this process."""
-
     toy: Toy
     address: str
     stop: asyncio.Event
@@ -88,8 +86,6 @@ async def eventually(true: Callable[[], bool]) -> None:
 
 
 class ToyProcess:
-    """A toy in a process of its own."""
-
     def __init__(self, folder: Path, drain: float, *start: str) -> None:
         self.diary = folder / "diary"
         self.diary.touch()

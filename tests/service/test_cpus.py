@@ -1,7 +1,5 @@
 """CPUs that a process may keep busy: affinity, cores, NUMA nodes and quotas of control groups."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -42,13 +40,9 @@ def describe(root: Path, nodes: list[str], siblings: dict[int, str]) -> None:
     ],
 )
 def test_one_thread_for_each_core_of_one_node(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    usable: range | tuple[int, ...],
-    nodes: list[str],
-    siblings: dict[int, str],
-    threads: int,
-) -> None:
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, usable: range | tuple[int, ...],
+    nodes: list[str], siblings: dict[int, str], threads: int,
+) -> None:  # fmt: skip
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(usable), raising=False)
     describe(tmp_path / "sys/devices/system", nodes, siblings)
     assert default_threads(tmp_path) == threads
@@ -96,13 +90,9 @@ def v2(folder: str, text: str) -> dict[str, str]:
     ],
 )
 def test_no_more_than_quotas_pay_for(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    mounts: list[str],
-    groups: list[str],
-    files: dict[str, str],
-    cpus: int,
-) -> None:
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mounts: list[str], groups: list[str],
+    files: dict[str, str], cpus: int,
+) -> None:  # fmt: skip
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
     lines = "\n".join(each.replace("{shown}", "/") for each in mounts)
     write(tmp_path, {"proc/self/mountinfo": lines, "proc/self/cgroup": "\n".join(groups), **files})

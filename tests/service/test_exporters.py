@@ -3,8 +3,6 @@
 import os
 import subprocess
 import sys
-from importlib.metadata import version
-from socket import gethostname
 
 import pytest
 
@@ -38,24 +36,6 @@ from paceline.telemetry.tracing import tracer
 with traced("my-service"):
     tracer() and tracer().start_span("hello").end()
 """
-
-
-def test_console_writes_to_standard_error() -> None:
-    done = run(SPAN, OTEL_TRACES_EXPORTER="console", OTEL_RESOURCE_ATTRIBUTES="zone=a")
-    assert done.returncode == 0, done.stderr
-    assert not done.stdout
-    for name in ('"name": "hello"', '"service.name": "my-service"', '"zone": "a"'):
-        assert name in done.stderr
-    for name in (f'"service.version": "{version("paceline")}"', f'"host.name": "{gethostname()}"'):
-        assert name in done.stderr
-
-
-def test_the_environment_names_the_service_and_the_sampler() -> None:
-    console = {"OTEL_TRACES_EXPORTER": "console", "OTEL_SERVICE_NAME": "theirs"}
-    assert '"service.name": "theirs"' in run(SPAN, **console).stderr
-    none = {"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0"}
-    done = run(SPAN, **console, **none)
-    assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
 
 
 @pytest.mark.parametrize(

@@ -29,13 +29,9 @@ def test_json_holds_fields_and_request_id() -> None:
     request_id.reset(token)
     del entry["time"]
     assert entry == {
-        "level": "INFO",
-        "logger": "paceline.x",
-        "message": "round 3",
-        "request_id": "r-1",
-        "round_id": 7,
-        "text": "zwei\nZeilen",
-    }
+        "level": "INFO", "logger": "paceline.x", "message": "round 3", "request_id": "r-1",
+        "round_id": 7, "text": "zwei\nZeilen",
+    }  # fmt: skip
 
 
 def test_json_names_the_service() -> None:

@@ -1,7 +1,5 @@
 """Messages and frames of a peer: what they cost is bounded before they are parsed."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
@@ -20,7 +18,6 @@ EMPTY_DRAFTERS = exchange_pb2.DrafterList(drafters=[{}] * 1000).SerializeToStrin
 
 
 def joining(lists: bytes) -> bytes:
-    """A JoinRequest with a list of drafters."""
     return exchange_pb2.JoinRequest(
         drafters=exchange_pb2.DrafterList.FromString(lists)
     ).SerializeToString()

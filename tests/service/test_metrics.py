@@ -1,7 +1,6 @@
 """The metrics endpoint of a server, scraped over a real socket."""
 
 import asyncio
-import contextlib
 import http.client
 import socket
 import ssl
@@ -123,18 +122,6 @@ async def test_readers_speak_tls_and_show_certificates(serve: Serve, pki: dict[s
     await asyncio.to_thread(scrape)
 
 
-async def test_an_idle_connection_does_not_block_others(serve: Serve) -> None:
-    address = free_address()
-    await serve(metrics_address=address)
-    host, _, port = address.rpartition(":")
-
-    def scrape() -> int:
-        with socket.create_connection((host, int(port))):
-            return get(address).status
-
-    assert await asyncio.to_thread(scrape) == 200
-
-
 async def test_an_address_in_use_is_refused(serve: Serve) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -142,23 +129,6 @@ async def test_an_address_in_use_is_refused(serve: Serve) -> None:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(OptionsError, match=f"cannot serve metrics on {address}: .*in use"):
             await serve(metrics_address=address)
-
-
-async def test_connections_that_do_not_end_are_few(serve: Serve) -> None:
-    """The oldest make room, so that a reader gets its answer beside any number of them."""
-    address = free_address()
-    await serve(metrics_address=address)
-    host, _, port = address.rpartition(":")
-    silent = [socket.create_connection((host, int(port))) for _ in range(40)]
-    for connection in silent:
-        connection.sendall(b"GET /metrics HTTP/1.1\r\nx: ")
-        connection.settimeout(60)
-    answer = await asyncio.to_thread(get, address)
-    assert answer.status == 200
-    for connection in silent[: 40 - limits.METRICS_CONNECTIONS]:
-        assert await asyncio.to_thread(ended, connection)
-    for connection in silent:
-        connection.close()
 
 
 async def test_a_request_that_drips_is_ended(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,11 +150,3 @@ def closed_while_it_drips(connection: socket.socket) -> bool:
             return True
         time.sleep(0.1)
     return False
-
-
-def ended(connection: socket.socket) -> bool:
-    """Whether the other end closes a connection."""
-    with contextlib.suppress(ConnectionError):
-        while connection.recv(4096):
-            pass
-    return True

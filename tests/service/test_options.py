@@ -82,16 +82,10 @@ def test_arguments_become_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         )
     )
     assert options == ServerOptions(
-        "0.0.0.0:1",
-        tls_cert=Path("c"),
-        tls_key=Path("k"),
-        tls_client_ca=Path("a"),
-        token="from-file",
-        max_message_bytes=8 * 2**20,
-        max_concurrent_streams=7,
-        drain_seconds=5.0,
+        "0.0.0.0:1", tls_cert=Path("c"), tls_key=Path("k"), tls_client_ca=Path("a"),
+        token="from-file", max_message_bytes=8 * 2**20, max_concurrent_streams=7, drain_seconds=5.0,
         metrics_address="[::1]:9431",
-    )
+    )  # fmt: skip
 
 
 def test_defaults_of_arguments_and_options_agree(monkeypatch: pytest.MonkeyPatch) -> None:

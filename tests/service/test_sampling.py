@@ -14,15 +14,9 @@ from paceline.v1 import sampling_pb2
 
 # Exact in float32, the type of the message.
 FIELDS: dict[str, Any] = {
-    "temperature": 0.5,
-    "top_k": 3,
-    "top_p": 0.75,
-    "min_p": 0.25,
-    "repetition_penalty": 1.5,
-    "presence_penalty": -0.5,
-    "frequency_penalty": 0.125,
-    "seed": 2**64 - 1,
-}
+    "temperature": 0.5, "top_k": 3, "top_p": 0.75, "min_p": 0.25, "repetition_penalty": 1.5,
+    "presence_penalty": -0.5, "frequency_penalty": 0.125, "seed": 2**64 - 1,
+}  # fmt: skip
 
 
 def test_an_empty_message_is_greedy_with_everything_off() -> None:

@@ -1,7 +1,5 @@
 """Tokens: where they may be sent, and who finds the one that a service made."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

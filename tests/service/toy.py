@@ -1,7 +1,5 @@
 """A service with one method of each kind, which obeys its requests."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Mapping

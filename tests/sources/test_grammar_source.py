@@ -1,7 +1,5 @@
 """Guesses under a grammar, of a grammar that is a list of what may come at each place."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from paceline.sources.grammar import GrammarOwners, GrammarSource, Indent, TokenForms
+from paceline.sources.grammar import GrammarOwners, GrammarSource, TokenForms
 
 FREE = range(1000)  # more tokens than a place that is remembered has
 END = 999
@@ -97,8 +95,6 @@ def test_a_choice_depends_on_the_token_before_it_where_that_is_known() -> None:
 
 
 class Written(Places):
-    """A grammar of tokens with these texts."""
-
     texts = (b"a", b"b", b"c", b"{", b",", b"}", b" ", b"\n ", b"\n   ", b"\n     ", b" {")
     forms = TokenForms(texts)
 
@@ -137,17 +133,6 @@ def test_a_form_that_the_grammar_forbids_is_not_proposed() -> None:
     assert source.propose(1).tokens == ()
 
 
-def test_forms_of_tokens() -> None:
-    forms = Written.forms
-    assert forms.form(A, 1) is None
-    assert forms.form(BLANK_OPEN, 1) == BLANK_OPEN
-    assert forms.form(FIVE, 3) == Indent(2)
-    assert [forms.token(Indent(2), indent) for indent in (-1, 1, 3, 5)] == [ONE, THREE, FIVE, None]
-    assert [chr(forms.end(token)) for token in (A, COMMA, BLANK_OPEN, ONE)] == ["a", ",", "{", "\n"]
-    punctuation = np.unpackbits(forms.punctuation, bitorder="little")[: len(Written.texts)]
-    assert np.flatnonzero(punctuation).tolist() == [OPEN, COMMA, CLOSE]
-
-
 def test_texts_of_an_owner_know_what_earlier_ones_chose() -> None:
     owners = GrammarOwners()
     for owner, known in (("a", ()), ("a", (2, 4)), ("b", ()), ("", ()), ("", ())):
@@ -155,27 +140,6 @@ def test_texts_of_an_owner_know_what_earlier_ones_chose() -> None:
         source = owners.start(grammar, owner)
         assert source.propose(8).tokens == known
         emit(grammar, source, 2, 4)
-
-
-def test_free_text_is_recognised_by_a_few_of_its_tokens() -> None:
-    """All allowed tokens are asked for once, and again where the text stops to be free."""
-
-    class Counting(Places):
-        asked = 0
-
-        def allowed(self) -> NDArray[np.uint8]:
-            Counting.asked += 1
-            return super().allowed()
-
-    grammar = Counting(*[FREE] * 20, [7], [8], FREE)
-    source = GrammarSource(grammar)
-    for token in range(20):
-        assert not len(source.propose(4))
-        if token < 19:
-            emit(grammar, source, token)
-    assert Counting.asked == 1
-    emit(grammar, source, 19)
-    assert source.propose(4).tokens == (7, 8)
 
 
 @given(st.lists(st.sampled_from([(1,), (2, 3), (4, 5, 6)]), min_size=1, max_size=30), st.data())

@@ -1,7 +1,5 @@
 """Token Recycling against a naive reference, and its bounds."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

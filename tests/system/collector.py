@@ -17,8 +17,6 @@ from opentelemetry.proto.trace.v1 import trace_pb2
 
 @dataclass(frozen=True)
 class Received:
-    """A span as it came over the wire."""
-
     name: str
     service: str
     kind: str
@@ -59,7 +57,6 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         }
 
     def wait(self, enough: Callable[[list[Received]], bool], seconds: float | None = 120.0) -> None:
-        """Wait until the spans received are enough."""
         with self.received:
             came = self.received.wait_for(lambda: enough(self.spans), seconds)
         assert came, [span.name for span in self.spans]

@@ -221,6 +221,7 @@ async def test_a_mapping_outlives_its_verifier(
     kv.close()
 
 
+@pytest.mark.slow
 async def test_two_containers_need_one_shared_folder(
     models: dict[str, Path], sockets: Path
 ) -> None:

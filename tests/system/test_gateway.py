@@ -20,12 +20,8 @@ from paceline.harness import ServiceProcess
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
 PROMPT = "the rider behind the leader and the rider behind "
 SAMPLED: dict[str, Any] = {
-    "temperature": 0.9,
-    "top_p": 0.95,
-    "seed": 7,
-    "presence_penalty": 0.4,
-    "frequency_penalty": 0.2,
-}
+    "temperature": 0.9, "top_p": 0.95, "seed": 7, "presence_penalty": 0.4, "frequency_penalty": 0.2,
+}  # fmt: skip
 OWN: dict[str, Any] = {"min_p": 0.01, "top_k": 40, "repetition_penalty": 1.1}
 
 
@@ -189,6 +185,7 @@ async def test_errors_are_the_openai_clients(api: AsyncOpenAI, gateway: ServiceP
     assert {"lm", "ngram"} <= set(card["drafters"])
 
 
+@pytest.mark.slow
 async def test_json_by_a_schema_with_any_drafter(tmp_path: Path) -> None:
     """A model whose last token ends a text; it drafts for itself, so that much would stand."""
     folder = tmp_path / "ending"

@@ -27,18 +27,13 @@ TOKENS = 64
 SAMPLINGS = {
     "T1": {"temperature": 1.0},
     "filtered": {
-        "temperature": 0.7,
-        "top_p": 0.9,
-        "min_p": 0.02,
-        "repetition_penalty": 1.2,
-        "presence_penalty": 0.3,
-        "frequency_penalty": 0.2,
-        "logit_bias": {3: 2.0, 7: -5.0, 11: 1.0},
+        "temperature": 0.7, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.2,
+        "presence_penalty": 0.3, "frequency_penalty": 0.2, "logit_bias": {3: 2.0, 7: -5.0, 11: 1.0},
     },
-}
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("count", [12, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [6, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_greedy_equals_transformers(
     family: str, count: int, models: dict[str, Path], verifiers: Verifiers, drafter: ServiceProcess
@@ -66,7 +61,6 @@ async def test_greedy_equals_transformers(
 def verifier(
     request: pytest.FixtureRequest, models: dict[str, Path], sockets: Path, drafter: ServiceProcess
 ) -> Iterator[ServiceProcess]:
-    """One that schedules speculation, of a dtype, which the drafter has joined."""
     arguments = ["--target", str(models["qwen3"]), "--weights", request.param]
     address = f"unix:{sockets}/scheduling"
     with ServiceProcess("verifier", arguments, address=address, environment=THREADS) as served:

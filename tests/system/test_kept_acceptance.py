@@ -127,7 +127,6 @@ async def write(
 
 
 async def write_all(services: Services, act: Callable[[Client], None] | None) -> dict[str, Text]:
-    """The text by each drafter, side by side."""
     barrier = None if act is None else asyncio.Barrier(len(METHODS))
     address = services.verifiers[0].address
     async with AsyncExitStack() as stack:

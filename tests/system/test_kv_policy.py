@@ -1,7 +1,5 @@
 """A selection policy of another package, from drafter to verifier."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from pathlib import Path

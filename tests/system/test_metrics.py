@@ -24,8 +24,6 @@ Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
 class Endpoint:
-    """Metrics of one service."""
-
     def __init__(self) -> None:
         self.address = free_address()
         self.arguments = ["--metrics-address", self.address]

@@ -14,7 +14,9 @@ TOKENS = 24
 SAMPLED = {"temperature": 0.7, "top_p": 0.9}
 
 
-@pytest.mark.parametrize("name", ["Qwen3.5, two heads", "MiMo"])
+@pytest.mark.parametrize(
+    "name", ["Qwen3.5, two heads", pytest.param("MiMo", marks=pytest.mark.slow)]
+)
 async def test_tokens_are_those_of_no_drafter(name: str, tmp_path: Path) -> None:
     """A target with recurrent states, and one of a family that transformers does not have."""
     target = write_target(tmp_path / "target", name)

@@ -57,13 +57,9 @@ def secured(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
     )
     with served, late:
         yield Secured(
-            authority,
-            authority.sign("client"),
-            authority.sign("expired", expired=True),
-            other.sign("stranger"),
-            served.address,
-            late.address,
-        )
+            authority, authority.sign("client"), authority.sign("expired", expired=True),
+            other.sign("stranger"), served.address, late.address,
+        )  # fmt: skip
         assert served.terminate() == 0
 
 

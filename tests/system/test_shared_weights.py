@@ -19,16 +19,10 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Large enough to be seen beside a process's other memory: 40 MiB."""
     folder = tmp_path_factory.mktemp("large")
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=512,
-        intermediate_size=4096,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+        vocab_size=VOCABULARY, hidden_size=512, intermediate_size=4096, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
+        bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
     torch.manual_seed(0)
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     write_tokenizer(folder)

@@ -49,11 +49,7 @@ def generate(verifier: ServiceProcess, name: str, environment: dict[str, str]) -
 
 
 def paceline(
-    command: str,
-    verifier: ServiceProcess,
-    name: str,
-    environment: dict[str, str],
-    *options: str,
+    command: str, verifier: ServiceProcess, name: str, environment: dict[str, str], *options: str
 ) -> str:
     """What a command prints, in a process of its own, after generating with a drafter."""
     words = [command, PROMPT, "--max-new-tokens", str(TOKENS), "--drafter", name, *options]
@@ -109,9 +105,7 @@ async def test_a_callers_trace_continues_behind_the_gateway(
     assert {text.parent for text in texts} == {own.span, continued.span}
 
 
-def test_three_processes_make_one_tree(
-    traced: tuple[Collector, ServiceProcess],
-) -> None:
+def test_three_processes_make_one_tree(traced: tuple[Collector, ServiceProcess]) -> None:
     collector, verifier = traced
     collector.spans.clear()
     result = generate(verifier, "lm", collector.environment)
@@ -204,9 +198,7 @@ def expect_numbers(tree: "Tree", stats: dict[str, Any]) -> None:
     assert accepted > 0, "no drafted token was accepted"
 
 
-def test_mapping_the_kv_is_a_span_of_the_drafter(
-    traced: tuple[Collector, ServiceProcess],
-) -> None:
+def test_mapping_the_kv_is_a_span_of_the_drafter(traced: tuple[Collector, ServiceProcess]) -> None:
     collector, verifier = traced
     collector.spans.clear()
     generate(verifier, "kv-reader", collector.environment)
@@ -258,8 +250,6 @@ print([name for name in sys.modules if name.startswith(heavy)])
 
 
 class Tree:
-    """Spans of one trace."""
-
     def __init__(self, spans: list[Received]) -> None:
         assert len({span.trace for span in spans}) == 1
         self._spans = {span.span: span for span in spans}

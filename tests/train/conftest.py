@@ -96,7 +96,6 @@ def target(corpus: Corpus, preset: Preset, tmp_path: Path, request: pytest.Fixtu
 
 @pytest.fixture
 def drafters(target: Path, preset: Preset, tmp_path: Path) -> dict[str, Path]:
-    """A folder of each method, of random weights."""
     torch.manual_seed(1)
     folders = {
         method: tmp_path / method for method in ("longspec", "dspark", "eagle3", "mtp", "lm")

@@ -1,7 +1,5 @@
 """Temperatures of confidences, fitted to how often drafted tokens are accepted."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,15 +1,9 @@
 """Conversations that a target writes, its stored signals, and a drafter trained on them."""
 
-from __future__ import annotations
-
-import re
-import shutil
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -83,21 +77,6 @@ def test_answers_are_the_target_s_and_a_stopped_file_goes_on(
     assert write_conversations(decoder, tokenizer, _DOCUMENTS, 24, path) == whole
 
 
-def test_writing_ends_with_its_time_and_keeps_what_is_finished(
-    instruct: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    decoder, tokenizer = load_decoder(instruct), load_tokenizer(instruct)
-    given = (decoder, tokenizer, _DOCUMENTS, 24)
-    found = write_conversations(*given, tmp_path / "late.jsonl", until=time.monotonic() - 1)
-    assert 0 < len(found) < 24
-    assert found == read_conversations(tmp_path / "late.jsonl")
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "writing conversations: 0 of 24"
-    assert lines[-1].endswith("of 24, where its share of --minutes is over")
-    write_conversations(*given, tmp_path / "whole.jsonl")
-    assert re.search(r"writing conversations: (\d+) of 24\n$", capsys.readouterr().out)
-
-
 def test_prompts_are_those_of_the_chat_template(instruct: Path) -> None:
     tokenizer = load_tokenizer(instruct)
     template = own.Template(tokenizer)
@@ -151,28 +130,6 @@ def test_signals_are_the_target_s_and_are_computed_once(target: Path, tmp_path: 
         with pytest.raises(ValueError, match="signals of other texts"):
             signals_of(decoder, target, others, tmp_path)
     assert (tmp_path / "hidden.bin").stat().st_size == size
-
-
-def test_signals_end_with_the_text_at_the_end_of_the_time(target: Path, tmp_path: Path) -> None:
-    decoder = load_decoder(target)
-    texts = [list(range(30)), list(range(40, 100)), [5]]
-    past = time.monotonic() - 1
-    whole = signals_of(decoder, target, texts, tmp_path / "whole")
-    for number in range(1, 4):  # each call goes on where the one before ended
-        found = signals_of(decoder, target, texts, tmp_path / "late", until=past)
-        assert found.starts == whole.starts[: number + 1]
-        assert torch.equal(found.hidden, whole.hidden[: found.starts[-1]])
-        assert torch.equal(found.tokens, whole.tokens[: found.starts[-1]])
-    begun = signals_of(decoder, target, texts, tmp_path / "late", count=1)
-    assert begun.starts == whole.starts[:2]
-
-
-def test_signals_of_other_kinds_are_added_to_a_folder(target: Path, tmp_path: Path) -> None:
-    decoder, texts = load_decoder(target), [list(range(30))]
-    signals_of(decoder, target, texts, tmp_path, kv_layer=1)
-    taps = signals_of(decoder, target, texts, tmp_path, taps=[0]).taps
-    assert taps.any(1).all()
-    assert signals_of(decoder, target, texts, tmp_path, kv_layer=1).kv.any()
 
 
 def test_rows_are_texts_from_their_beginning_each_once_an_epoch() -> None:
@@ -244,27 +201,6 @@ def test_a_run_from_nothing_to_a_drafter(
     assert losses[-1] < losses[0]
 
 
-def test_a_run_on_conversations_keeps_to_its_minutes_and_goes_on_with_its_texts(
-    instruct: Path, corpus: Corpus, make_run: Callable[..., Run], tmp_path: Path
-) -> None:
-    preset = MtpPreset(
-        levels=2, window=16, minutes=60, steps=9, rows=2, length=12, adamw_rate=3e-3,
-        conversations=40, draft_vocab_size=100,
-    )  # fmt: skip
-    trainer, out = MtpTrainer(instruct, preset), tmp_path / "out"
-    with pytest.raises(ValueError, match=r"1 conversations .* give more --minutes"):
-        trainer.train(corpus, make_run("none", 9, minutes=1e-9, card=False), out)
-    decoder, tokenizer = load_decoder(instruct), load_tokenizer(instruct)
-    own = tmp_path / "own.jsonl"
-    write_conversations(decoder, tokenizer, _DOCUMENTS, 8, own)
-    run = make_run("work", 9, minutes=1e-9, card=False, every=0)
-    for _ in range(2):
-        trainer.train(corpus, run, out, [own])
-        assert (run.work / "texts").read_text() == "1"
-        run = replace(run, force=True)
-    assert torch.load(run.work / "run.pt", weights_only=True)["progress"]["step"] == 1
-
-
 def test_dspark_from_given_conversations(
     instruct: Path, corpus: Corpus, make_run: Callable[..., Run], tmp_path: Path
 ) -> None:
@@ -311,22 +247,3 @@ def test_dspark_from_given_conversations(
         wider.train(corpus, make_run("wider", 1), tmp_path / "wider", [own], out)
     with pytest.raises(ValueError, match="is a dspark drafter, expected longspec"):
         other.train(corpus, make_run("third", 8), tmp_path / "third", [own], out)
-
-
-def test_signals_that_the_disk_has_no_room_for_are_refused(
-    target: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Before a file is made; those that a folder has need no room again."""
-    decoder, texts, work = load_decoder(target), [list(range(30))], tmp_path / "work"
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    with pytest.raises(OSError, match=r"has 0\.0 GB free.*--signals"):
-        signals_of(decoder, target, texts, work)
-    assert not list(work.iterdir())
-    monkeypatch.undo()
-    kept = signals_of(decoder, target, texts, work)
-    assert "30 tokens takes 0.0 GB" in capsys.readouterr().out
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    assert torch.equal(signals_of(decoder, target, texts, work).hidden, kept.hidden)

@@ -1,7 +1,5 @@
 """Corpora, tokenizers and batches of rows."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 
@@ -52,15 +50,6 @@ def test_the_standard_library_leaves_out_what_is_not_its_source() -> None:
         assert "_sysconfigdata" not in document.path
 
 
-def test_the_manifest_names_files_but_no_folder_of_this_machine(
-    corpus: Corpus, tmp_path: Path
-) -> None:
-    corpus.write_manifest(tmp_path / "corpus.json")
-    text = (tmp_path / "corpus.json").read_text()
-    assert corpus.train[0].sha256 in text
-    assert str(tmp_path) not in text
-
-
 @pytest.mark.parametrize(("data", "said"), [("nowhere", "no folder"), (".", "usable files")])
 def test_a_corpus_without_files_is_refused(
     data: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -68,19 +57,6 @@ def test_a_corpus_without_files_is_refused(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError, match=said):
         load_corpus(data, 6, 2)
-
-
-TEXTS = ["def f(x):\n\treturn  x\n", "naïve — 東京 🚴\r\n", " \n\n  leading", "", "\x00\x7f"]
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_every_text_round_trips(text: str, corpus: Corpus, target: Path) -> None:
-    trained = train_tokenizer((d.text for d in corpus.train), vocabulary=320, context=512)
-    tokenizer = load_tokenizer(target)
-    ids = tokenizer.encode(text)
-    assert tokenizer.decode(ids) == text
-    assert ids == trained.encode(text)
-    assert tokenizer.eos_token_id == trained.eos_token_id
 
 
 def test_the_end_of_text_is_one_token_and_never_added(corpus: Corpus) -> None:
@@ -130,14 +106,6 @@ def test_a_sought_position_gives_the_same_batches() -> None:
     other.seek(position)
     found = [other.next(2, 16) for _ in range(9)] + [other.next(1, 32) for _ in range(3)]
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
-
-
-def test_fewer_documents_are_the_first_ones() -> None:
-    batches = Batches(DOCUMENTS, separator=0)
-    batches.next(2, 16)
-    places = batches.next(4, 16, documents=2)
-    assert batches.position.epoch == 1
-    assert places.max() < 80
 
 
 def test_a_corpus_too_short_for_a_batch_is_refused() -> None:

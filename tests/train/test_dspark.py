@@ -1,11 +1,7 @@
 """Training of a DSpark drafter: packing and loss."""
 
-from __future__ import annotations
-
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,19 +12,10 @@ from torch import Tensor
 from paceline.convert import load_config, load_decoder, open_model
 from paceline.drafter.methods.dspark import DSparkConfig
 from paceline.kernels.sampling import SamplingParams
-from paceline.train.batches import PADDING, Answers
-from paceline.train.dspark import (
-    CHUNK,
-    SignalBlockLoss,
-    TrainingBlocks,
-    label_weights,
-    weighted_loss,
-    whole_blocks,
-)
-from paceline.train.modules import DSparkModel
+from paceline.train.dspark import CHUNK, TrainingBlocks, label_weights, weighted_loss, whole_blocks
 from paceline.train.own_text import Task, write_texts
 from paceline.train.recipes.dspark import DSparkPreset
-from paceline.train.signals import Signals, TappedTarget
+from paceline.train.signals import TappedTarget
 
 CONFIG = DSparkConfig(
     hidden=16, intermediate=24, layers=1, q_heads=2, kv_heads=1, head_dim=8, vocab_size=90,
@@ -79,54 +66,6 @@ def check_blocks(config: DSparkConfig, blocks: TrainingBlocks, tokens: Tensor) -
         assert blocks.labels[row, block, level] == tokens[row, place + level + 1]
 
 
-def test_answers_are_drawn_by_their_length_with_their_window() -> None:
-    starts, answers = [0, 30, 50, 200], [20, 35, 60]  # answers of 10, 15 and 140 tokens
-    batches = Answers(starts, answers, window=8)
-    seen: Counter[tuple[int, int]] = Counter()
-    for _ in range(300):
-        for row in batches.next(4, 100):
-            real = row[row != PADDING].tolist()
-            assert real == list(range(real[0], real[-1] + 1))
-            seen[real[0], real[-1]] += 1
-    assert set(seen) == {(12, 29), (30, 49), (52, 159)}  # a text's begin, and 100 tokens at most
-    for (_, last), length in {(12, 29): 10, (30, 49): 15, (52, 159): 100}.items():
-        count = next(n for ends, n in seen.items() if ends[1] == last)
-        expected = 1200 * length / 125
-        assert abs(count - expected) < 6 * expected**0.5
-    other = Answers(starts, answers, window=8)
-    other.seek(replace(batches.position))
-    assert torch.equal(other.next(4, 100), batches.next(4, 100))
-
-
-def test_blocks_begin_in_answers_and_end_with_their_text() -> None:
-    tokens = torch.arange(1, 41)
-    signals = Signals(tokens, [0, 25, 40], torch.randn(40, 16), None, torch.randn(40, 32))
-    model, drawn = DSparkModel(CONFIG), list[TrainingBlocks]()
-
-    def forward(embedded: Tensor, blocks: TrainingBlocks, positions: Tensor, taps: Tensor) -> Any:
-        drawn.append(blocks)
-        texts = taps.view(-1, 32)[positions.flatten() >= 0]
-        assert torch.equal(texts, signals.taps[torch.cat([torch.arange(12, 25), tokens[25:] - 1])])
-        shape = (embedded.shape[0] * embedded.shape[1], CONFIG.levels)
-        return torch.zeros(*shape, 16), None, torch.zeros(shape)
-
-    vocabulary = torch.randn(90, 16)
-    preset = replace(SMALL, anchors=60)
-    loss = SignalBlockLoss(model, vocabulary, vocabulary, signals, [20, 30], preset)
-    rows = torch.full((2, 15), PADDING)
-    rows[0, :13], rows[1] = torch.arange(12, 25), torch.arange(25, 40)
-    loss(forward, rows, 0.0)  # type: ignore[arg-type]
-    (blocks,) = drawn
-    check_blocks(CONFIG, blocks, tokens[rows.clamp(min=0)])
-    first = blocks.counted[..., 0]
-    assert [sorted(a[c].tolist()) for a, c in zip(blocks.anchors, first, strict=True)] == [
-        [20, 21, 22, 23], [5, 6, 7, 8, 9, 10, 11, 12, 13]
-    ]  # fmt: skip
-    for row, block in first.nonzero().tolist():
-        left = (24, 14)[row] - int(blocks.anchors[row, block])
-        assert int(blocks.counted[row, block].sum()) == min(left, CONFIG.levels)
-
-
 def test_the_loss_by_hand() -> None:
     preset = replace(SMALL, ce=0.1, tv=0.9, certainty=1.0)
     torch.manual_seed(0)
@@ -174,21 +113,6 @@ def test_the_fused_loss_is_that_of_all_logits_and_so_is_its_gradient(markov: boo
     inputs = (hidden, features, w2) if markov else (hidden,)
     found, expected = (torch.autograd.grad(2 * loss, inputs) for loss in (fused, plain))
     torch.testing.assert_close(found, expected)
-
-
-def test_the_confidence_trains_the_backbone_but_not_its_label() -> None:
-    preset = replace(SMALL, ce=0.0, tv=0.0)
-    draft = torch.zeros(1, 2, 5, requires_grad=True)
-    confidence = torch.zeros(1, 2, requires_grad=True)
-    target = torch.randn(1, 2, 5).log_softmax(-1)
-    loss = weighted_loss(
-        draft, None, None, confidence, target, torch.eye(5), torch.zeros(1, 2).long(),
-        torch.ones(1, 2).bool(), preset,
-    )  # fmt: skip
-    loss.backward()
-    assert confidence.grad is not None
-    assert confidence.grad.abs().min() > 0
-    assert draft.grad is None or not draft.grad.any()
 
 
 def test_the_target_reads_as_a_verifier_would(target: Path) -> None:

@@ -1,30 +1,21 @@
 """Training of an EAGLE-3 layer: depths of the training-time test, and its loss."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from paceline.drafter.methods.eagle3 import Eagle3Config
 from paceline.drafter.methods.mtp import MtpConfig
-from paceline.train.batches import Answers
 from paceline.train.modules import Eagle3Model, MtpModel
-from paceline.train.recipes.eagle3 import Eagle3Preset
-from paceline.train.signals import Signals
-from paceline.train.unrolled import SignalUnrolledLoss, TrainingRows, Unrolled, depth_weights
+from paceline.train.unrolled import TrainingRows, Unrolled
 
 CONFIG = Eagle3Config(
     hidden=16, intermediate=24, q_heads=2, kv_heads=1, head_dim=8, vocab_size=90, max_position=512,
     norm_eps=1e-6, rope_parameters={"rope_type": "default", "rope_theta": 1e4}, taps=(0, 1, 2),
     target_layers=3, draft_vocab_size=60,
-)  # fmt: skip
-PRESET = Eagle3Preset(
-    taps=CONFIG.taps, minutes=60, steps=9, rows=2, length=12, adamw_rate=1e-3, levels=3,
-    depth_decay=0.5,
 )  # fmt: skip
 
 
@@ -73,45 +64,3 @@ def test_a_depth_is_what_a_draft_of_this_length_reads(change: dict[str, Any]) ->
                     past = tuple(torch.cat(pair, dim=2) for pair in pairs) or new
                     hidden, span = hidden[:, -1:], slice(stop, stop + 1)
                 torch.testing.assert_close(found[depth, text, row - 3], out[0, -1])
-
-
-def test_the_weights_of_depths() -> None:
-    counted = torch.tensor([[True, True, False, True], [True, False, False, False]])
-    weights = depth_weights(counted, PRESET).view(3, 2, 4)
-    expected = torch.tensor(
-        [
-            [[1, 1, 0, 1], [1, 0, 0, 0]],
-            [[0, 0.5, 0, 0.5], [0, 0, 0, 0]],
-            [[0, 0, 0, 0.25], [0, 0, 0, 0]],
-        ]
-    )
-    torch.testing.assert_close(weights, expected / expected.sum())
-
-
-def test_answers_are_read_behind_their_window() -> None:
-    tokens = torch.arange(1, 41)
-    signals = Signals(tokens, [0, 25, 40], torch.randn(40, 16), None, torch.randn(40, 48))
-    model, answers, drawn = made(window=8), [20, 30], list[TrainingRows]()
-    vocabulary = torch.randn(90, 16)
-
-    def forward(rows: TrainingRows, depths: int) -> Tensor:
-        drawn.append(rows)
-        # What the target knows: the divergence is 0 where a prediction has its label's states.
-        places = rows.states[:, -rows.count :] @ torch.linalg.pinv(signals.taps)
-        return signals.hidden[places.argmax(-1) + 1].expand(depths, -1, -1, -1)
-
-    loss = SignalUnrolledLoss(model, vocabulary, vocabulary, signals, answers, PRESET)
-    indices = torch.full((2, 9), -1)
-    indices[0, :5], indices[1] = torch.arange(20, 25), torch.arange(30, 39)
-    assert float(loss(forward, indices, 0.0)) == pytest.approx(0, abs=1e-5)  # type: ignore[arg-type]
-    (rows,) = drawn
-    assert rows.count == 8
-    texts = [tokens[:25], tokens[25:]]
-    for row, (text, last) in enumerate(zip(texts, (24, 13), strict=True)):
-        real = rows.real[row]
-        positions = rows.positions[row][real].tolist()
-        first = max(1, (20, 5)[row] - 8)
-        assert positions == list(range(first, min(last, first + 16)))
-        assert torch.equal(rows.embedded[row][real], vocabulary[text[positions]])
-    batches = Answers(signals.starts, answers, 0)
-    assert loss(Unrolled(model), batches.next(3, 6), 0.0).item() > 0

@@ -1,17 +1,13 @@
 """A work folder belongs to one run, and no model is overwritten without --force."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from paceline.train.corpus import Corpus, load_corpus, load_tokenizer
-from paceline.train.lm import train_lm
 from paceline.train.model import build_model, save_model
 from paceline.train.presets import Preset
 from paceline.train.run import Run, begin_run, cleared
@@ -66,33 +62,6 @@ def test_another_run_is_refused_and_both_are_named(
     save_model(other, model, tokenizer)
     assert refused(of=other).startswith("target: found ")
     assert refused(start=other).startswith("start: found None")
-
-
-def test_what_a_trainer_made_for_one_target_is_not_taken_for_another(
-    corpus: Corpus, preset: Preset, make_run: MakeRun, tmp_path: Path
-) -> None:
-    """Of the same shape, so that nothing but the identity tells."""
-    for name, steps in (("first", 2), ("second", 3)):
-        train_target(corpus, preset, make_run(f"{name}-run", steps=steps), tmp_path / name)
-    run = make_run("lm-run", steps=2)
-    train_lm(tmp_path / "first", corpus, preset, run, tmp_path / "lm")
-    log = torch.load(run.work / "run.pt", weights_only=True)
-    with pytest.raises(ValueError, match="target: found"):
-        train_lm(tmp_path / "second", corpus, preset, run, tmp_path / "new")
-    assert not (tmp_path / "new").exists()
-    train_lm(tmp_path / "first", corpus, preset, run, tmp_path / "again")
-    after = torch.load(run.work / "run.pt", weights_only=True)
-    assert after["progress"] == log["progress"]
-
-
-def test_a_folder_that_does_not_say_what_it_is_is_refused(
-    corpus: Corpus, preset: Preset, make_run: MakeRun, tmp_path: Path
-) -> None:
-    run = make_run("work", steps=1)
-    run.work.mkdir()
-    (run.work / "run.pt").touch()
-    with pytest.raises(ValueError, match=r"has no run\.json that identifies its run"):
-        begin_run(run, tmp_path / "out", "target", preset, corpus)
 
 
 def test_a_model_is_replaced_only_with_force(

@@ -1,4 +1,3 @@
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,14 +6,10 @@ import torch
 
 from paceline.convert import load_decoder
 from paceline.kernels import SamplingParams
-from paceline.train.corpus import Corpus
-from paceline.train.lm import Teacher, teacher_of, train_lm
+from paceline.train.lm import teacher_of
 from paceline.train.model import build_model
 from paceline.train.own_text import Task, own_texts, write_texts
 from paceline.train.presets import Preset
-from paceline.train.run import Run
-
-MakeRun = Callable[..., Run]
 
 
 def test_a_teacher_has_the_targets_likeliest_tokens(preset: Preset, tmp_path: Path) -> None:
@@ -54,21 +49,3 @@ def test_own_texts_are_what_the_target_emits(target: Path, tmp_path: Path) -> No
     assert own_texts(decoder, [], 3, 0, path) == texts, "read from the file"
     with pytest.raises(ValueError, match="no document has 128 tokens"):
         own_texts(decoder, [[1, 2]], 1, 0, tmp_path / "other.safetensors")
-
-
-def test_the_loss_is_least_where_student_and_target_agree() -> None:
-    teacher = Teacher(torch.tensor([[3, 1]]).short(), torch.tensor([[0.75, 0.25]]).half())
-    like = torch.full((1, 1, 5), -20.0)
-    like[0, 0, 3], like[0, 0, 1] = torch.tensor([0.75, 0.25]).log()
-    places = torch.tensor([[0]])
-    assert teacher.loss(like, places) < teacher.loss(torch.zeros(1, 1, 5), places)
-    assert teacher.loss(like, places).item() == pytest.approx(0.5623, abs=1e-3)  # the entropy
-
-
-def test_a_preset_of_another_vocabulary_is_refused(
-    target: Path, corpus: Corpus, preset: Preset, make_run: MakeRun, tmp_path: Path
-) -> None:
-    with pytest.raises(ValueError, match="vocabulary of 320"):
-        train_lm(
-            target, corpus, replace(preset, vocabulary=4096), make_run("x", steps=1), tmp_path / "o"
-        )

@@ -1,7 +1,5 @@
 """Runs that train each kind of drafter: their folders, their logs, and how they go on."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -33,10 +31,10 @@ from paceline.train.longspec import LongSpecTrainer
 from paceline.train.mtp import MtpTrainer
 from paceline.train.presets import Preset, Stage
 from paceline.train.recipes.base import Recipe
-from paceline.train.recipes.dspark import DSPARK_PRESETS, DSparkPreset
-from paceline.train.recipes.eagle3 import EAGLE3_PRESETS, Eagle3Preset
-from paceline.train.recipes.longspec import LONGSPEC_PRESETS, LongSpecPreset
-from paceline.train.recipes.mtp import MTP_PRESETS, MtpPreset
+from paceline.train.recipes.dspark import DSparkPreset
+from paceline.train.recipes.eagle3 import Eagle3Preset
+from paceline.train.recipes.longspec import LongSpecPreset
+from paceline.train.recipes.mtp import MtpPreset
 from paceline.train.run import Run
 from paceline.train.target import train_target
 
@@ -65,12 +63,10 @@ MTP = MtpPreset(
     levels=3, minutes=60, steps=40, rows=4, length=48, muon_rate=0.02, adamw_rate=1e-2, window=16,
     own_texts=4, own_from=0.5, files=4,
 )  # fmt: skip
-_NO_HEADS: dict[str, Any] = {"markov_rank": 0, "confidence": False}
 
 
 @pytest.fixture
 def trainers(target: Path, corpus: Corpus, preset: Preset) -> dict[str, Train]:
-    """Train a target, or a drafter of each method."""
     lm = replace(preset, layers=1, focus_files=4, own_texts=2)
     return {
         "target": lambda run, out: train_target(corpus, preset, run, out),
@@ -181,40 +177,6 @@ def test_the_weights_of_the_best_checkpoint_are_written(
     assert not torch.equal(best["model"][name], last["model"]["model." + name])
 
 
-def test_the_command_line_varies_a_preset(
-    target: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    presets: list[Any] = []
-    monkeypatch.setattr(cli, "_corpus", lambda *_: corpus)
-    for trainer in (DSparkTrainer, Eagle3Trainer, LongSpecTrainer, MtpTrainer):
-        monkeypatch.setattr(trainer, "train", lambda self, *_: presets.append(self.preset))
-    parser = argparse.ArgumentParser()
-    cli.add_arguments(parser)
-    common = ["--target", str(target), "--out", str(tmp_path), "--preset", "smollm2"]
-    common += ["--own-text", "own.jsonl"]
-    for options in (
-        "dspark --layers 2 --block 5 --losses 0.1,0.9,1 --vocabulary 99 --rate 0.5",
-        "dspark --no-heads",
-        "longspec --levels 3 --no-offset --budgets 0,64 --max-length 99",
-        "eagle3 --levels 4 --norms",
-        "mtp --levels 2 --vocabulary 99",
-    ):
-        assert cli.run(parser.parse_args([*options.split(), *common])) == 0
-    shipped = DSPARK_PRESETS["smollm2"]
-    assert presets == [
-        replace(
-            shipped, layers=2, block=5, ce=0.1, tv=0.9, certainty=1.0,
-            draft_vocab_size=99, muon_rate=0.01, adamw_rate=shipped.adamw_rate / 2,
-        ),
-        replace(shipped, **_NO_HEADS),
-        replace(
-            LONGSPEC_PRESETS["smollm2"], levels=3, offset=False, budgets=(0, 64), max_length=99
-        ),
-        replace(EAGLE3_PRESETS["smollm2"], levels=4, fc_norm=True, norm_output=True),
-        replace(MTP_PRESETS["smollm2"], levels=2, draft_vocab_size=99),
-    ]  # fmt: skip
-
-
 @pytest.fixture
 def further(
     target: Path, drafters: dict[str, Path], tmp_path: Path
@@ -280,40 +242,6 @@ def test_an_option_that_contradicts_the_drafter_to_train_further_is_refused(
     error = capsys.readouterr().err
     assert f"{option} asks for {wanted}, but {drafters[method]} has {found}, " in error
     assert not args.out.exists()
-
-
-@pytest.mark.parametrize(
-    ("line", "field", "value"),
-    [
-        *((f"{method} --vocabulary 0", "draft_vocab_size", 0) for method in _OTHERS),
-        ("dspark --layers 1", "layers", 1),
-        ("dspark --block 5", "block", 5),
-        ("dspark --losses 1,2,3", "tv", 2),
-        ("longspec --levels 5", "levels", 5),
-        ("longspec --no-noise", "noise", False),
-        ("longspec --budgets 0,64", "budgets", (0, 64)),
-        ("eagle3 --levels 5", "levels", 5),
-        ("mtp --levels 5", "levels", 5),
-    ],
-)
-def test_an_option_that_agrees_or_is_of_training_is_no_contradiction(
-    line: str, field: str, value: object, further: Callable[[str], Any]
-) -> None:
-    recipe, args = further(line)
-    varied = recipe.vary(_OTHERS[args.train_command], args)
-    assert getattr(varied, field) == value
-    assert varied.window in (16, 32)  # the drafter's
-
-
-def test_a_run_without_heads_is_dflash(
-    target: Path, corpus: Corpus, make_run: MakeRun, tmp_path: Path
-) -> None:
-    DSparkTrainer(target, replace(DSPARK, **_NO_HEADS)).train(
-        corpus, make_run("work", 2), tmp_path / "o"
-    )
-    described = json.loads((tmp_path / "o" / "config.json").read_text())
-    assert described["speculators_model_type"] == "dflash"
-    assert (described["markov_rank"], described["enable_confidence_head"]) == (0, False)
 
 
 @pytest.mark.slow

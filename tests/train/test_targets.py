@@ -1,20 +1,15 @@
 """Training reads a target as services do, and checks it before anything is loaded."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 
 import pytest
-import torch
 from gguf_files import as_file
 
 from paceline.decoder import Decoder
 from paceline.harness import models
 from paceline.train import cli, conversations
 from paceline.train.conversations import read_conversations
-from paceline.train.corpus import load_tokenizer
-from paceline.train.model import load_model
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>{% endfor %}"
@@ -90,20 +85,3 @@ def test_a_target_that_does_not_fit_is_refused_before_it_is_loaded(
         return
     assert train(command, "--target", str(given), *options) == 1
     assert expected[lacks] in capsys.readouterr().err
-
-
-def test_a_file_has_the_weights_and_tokens_of_its_folder(target: Path) -> None:
-    (target / "chat_template.jinja").write_text(TEMPLATE)
-    file = as_file(target)
-    ours, theirs = (load_model(each, torch.float32).state_dict() for each in (file, target))
-    assert ours.keys() == theirs.keys()
-    for name, tensor in ours.items():
-        torch.testing.assert_close(tensor, theirs[name], rtol=1e-2, atol=1e-3)
-    ids = torch.arange(20)[None]
-    one, other = (load_model(each, torch.float32)(ids).logits for each in (file, target))
-    torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)
-    coders = [load_tokenizer(each) for each in (file, target)]
-    for text in ("def f(x):\n\treturn  x\n", "naïve — 東京 🚴\r\n", "a<|endoftext|>b"):
-        assert coders[0].encode(text) == coders[1].encode(text)
-    assert coders[0].eos_token == coders[1].eos_token
-    assert coders[0].chat_template == coders[1].chat_template

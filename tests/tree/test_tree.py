@@ -1,7 +1,5 @@
 """The token tree: paths, survivals, the message, validation."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

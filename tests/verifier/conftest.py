@@ -1,8 +1,7 @@
 """Models, and verifiers that serve them."""
 
-from __future__ import annotations
-
 import gc
+import shutil
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -54,13 +53,22 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def model(models: dict[str, Path]) -> Path:
-    """The model most tests use."""
     return models["Llama"]
+
+
+@pytest.fixture(scope="session")
+def written_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Llama, with a tokenizer."""
+    from test_grammar import TOKENIZER
+
+    folder = tmp_path_factory.mktemp("written") / "model"
+    shutil.copytree(model, folder)
+    TOKENIZER.save(str(folder / "tokenizer.json"))
+    return folder
 
 
 @pytest.fixture
 async def client(model: Path, tmp_path: Path) -> AsyncIterator[Client]:
-    """A client of a verifier with default options."""
     async with serving(model, tmp_path / "v.sock", kv_bytes=1 << 28) as client:
         yield client
 
@@ -80,7 +88,6 @@ def no_delays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def segment() -> Iterator[Segment]:
-    """An empty segment of 1024 slots."""
     made = Segment(MEMORY, 1024)
     yield made
     made.close()

@@ -1,7 +1,5 @@
 """Drafters for tests: functions of the text that return a tree."""
 
-from __future__ import annotations
-
 import random
 
 from fakes.exchange import Drafter
@@ -16,7 +14,6 @@ def nothing(text: list[int], rng: random.Random) -> TokenTree:
 
 
 def right(reference: list[int], prompt: int, depth: int = 5) -> Drafter:
-    """A chain of the tokens that will be emitted."""
     return lambda text, rng: TokenTree.chain(reference[len(text) - prompt :][:depth])
 
 
@@ -46,7 +43,6 @@ def scattered(reference: list[int], prompt: int) -> Drafter:
 
 
 def random_tree(text: list[int], rng: random.Random) -> TokenTree:
-    """Any tree of any size."""
     size = rng.choice((0, 1, 3, 20, 60))
     tokens = tuple(rng.randrange(VOCAB) for _ in range(size))
     return TokenTree(tokens, tuple(rng.randrange(-1, node) for node in range(size)))
@@ -73,19 +69,13 @@ def duplicates(reference: list[int], prompt: int) -> Drafter:
 
 
 def mixed(*drafters: Drafter) -> Drafter:
-    """Another drafter each round."""
     return lambda text, rng: rng.choice(drafters)(text, rng)
 
 
 def all_of(reference: list[int], prompt: int) -> dict[str, Drafter]:
-    """One of each, for a known continuation."""
     some = {
-        "right": right(reference, prompt),
-        "wrong": wrong(reference, prompt),
-        "scattered": scattered(reference, prompt),
-        "random": random_tree,
-        "every_token": every_token,
-        "duplicates": duplicates(reference, prompt),
-        "nothing": nothing,
-    }
+        "right": right(reference, prompt), "wrong": wrong(reference, prompt),
+        "scattered": scattered(reference, prompt), "random": random_tree,
+        "every_token": every_token, "duplicates": duplicates(reference, prompt), "nothing": nothing,
+    }  # fmt: skip
     return some | {"mixed": mixed(*some.values())}

@@ -1,7 +1,5 @@
 """Readers of a verifier's caches, and rounds that change what they read."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import AsyncIterator
 from typing import Any
@@ -44,7 +42,6 @@ async def following_states(
 
 
 async def mapping(client: Client, created: Any, *layers: int) -> Any:
-    """A mapping of keys and values."""
     exchange = joined_exchange(client)
     try:
         return await exchange.map_cache(client.address, created.read_grant, layers)

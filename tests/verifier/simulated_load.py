@@ -1,7 +1,5 @@
 """Simulated drafters, texts and machines, by chance. Times are in plain steps of one sequence."""
 
-from __future__ import annotations
-
 import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -77,24 +75,16 @@ class ByChance:
         return took
 
     def _duration(self, steps: float) -> float:
-        """A duration on a machine that varies."""
         slow = self._costs.slow if self._passed // 500 % 2 else 1.0
         noise = self._costs.noise
         return STEP * steps * slow * self._random.uniform(1 - noise, 1 + noise)
 
 
 class Drawn(Simulation):
-    """A simulation of such a load."""
-
     def __init__(
-        self,
-        accepted: Accepted,
-        users: int,
-        mode: str,
-        costs: Costs | None = None,
-        kinds: int = 1,
+        self, accepted: Accepted, users: int, mode: str, costs: Costs | None = None, kinds: int = 1,
         length: int = 128,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._kinds = kinds
         super().__init__(ByChance(accepted, costs or Costs(), length), users, mode)
 

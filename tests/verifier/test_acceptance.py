@@ -1,7 +1,5 @@
 """The walk down a tree, and the order of its nodes."""
 
-from __future__ import annotations
-
 import random
 
 from hypothesis import given

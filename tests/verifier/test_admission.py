@@ -1,7 +1,5 @@
 """The search for the nodes that are worth their place, without any engine."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections import Counter
@@ -11,7 +9,7 @@ from itertools import accumulate, product
 from typing import ClassVar
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.tree import TokenTree
@@ -29,7 +27,6 @@ class Costs:
     seconds: tuple[float, ...]
 
     def of(self, tokens: int, idle: float = 0.0) -> list[float]:
-        """Times of steps with so many tokens and more."""
         return [idle + each for each in self.seconds[tokens - 1 :]]
 
 
@@ -72,7 +69,6 @@ def test_what_is_admitted_is_a_tree(drafted: list[TokenTree], costs: Costs, caus
         assert list(cut.survivals) == list(tree.survivals[:count])
 
 
-@settings(max_examples=50)  # up to 4096 choices each
 @given(several, curves, st.floats(0, 2))
 def test_no_choice_of_trees_does_better(
     drafted: list[TokenTree], costs: Costs, idle: float
@@ -161,7 +157,6 @@ class AppendixA:
     costs: ClassVar = Costs((1 / 1.0, 1 / 0.5, 1 / 0.45))
 
     def admitted(self, first: str, *, causal: bool) -> TokenTree:
-        """The tree as far as it is checked."""
         tree = TokenTree.chain([ord(first), ord("A")], [0.8, 0.9 if first == "A" else 0.0])
         got = admitted([tree.survivals], self.costs, causal=causal)
         return tree.first(got[0])

@@ -1,7 +1,5 @@
 """The controller: drafting goes on where it pays and costs next to nothing elsewhere."""
 
-from __future__ import annotations
-
 import json
 import random
 from math import inf
@@ -34,17 +32,14 @@ def drawn(chance: float, draws: random.Random) -> int:
 
 
 def right(chance: float) -> Accepted:
-    """A drafter that is as good everywhere."""
     return lambda user, got, draws: drawn(chance, draws)
 
 
 def right_until(token: int, before: float, after: float) -> Accepted:
-    """A drafter of texts that change their nature."""
     return lambda user, got, draws: drawn(before if got < token else after, draws)
 
 
 def right_for(one: float, other: float) -> Accepted:
-    """A drafter of two kinds of texts in turn."""
     return lambda user, got, draws: drawn(other if user % 2 else one, draws)
 
 
@@ -143,19 +138,6 @@ def state(drafter: Account | None = None) -> SequenceState:
     return SequenceState(drafter or Account(), 0.0)
 
 
-def lose(one: SequenceState, tokens: float) -> None:
-    """One drafted round that emits a token and takes so many more."""
-    one.requested(0.0, 8)
-    one.answered(1.0 + tokens, 1, tree=True)
-
-
-def test_one_stall_does_not_suspend_a_drafter_that_pays_for_long() -> None:
-    paying, unknown = state(Account(balance=10.0)), state()
-    for one in (paying, unknown):
-        lose(one, 100.0)
-    assert unknown.own.balance < -20 < -3 < paying.own.balance <= 0
-
-
 def test_clients_cannot_make_it_remember_any_number_of_names() -> None:
     drafters = Drafters()
     kept = drafters.of("used all the time")
@@ -227,7 +209,6 @@ class Lockstep:
             self.step(1.0)
 
     def budget(self, index: int, drafter: str) -> int:
-        """Whether a drafter drafts for a sequence."""
         self.jobs[index].drafted_by = drafter
         return self.scheduler.budget(self.jobs[index])
 

@@ -1,7 +1,5 @@
 """What steps cost: the table, and where it is kept."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import accumulate, pairwise
@@ -24,9 +22,7 @@ SOME = CostTable((1, 2), (1.0, 1.0))
 
 
 @given(
-    st.lists(st.floats(1e-4, 1), min_size=2, max_size=6),
-    st.integers(1, 500),
-    st.floats(0, 5000),
+    st.lists(st.floats(1e-4, 1), min_size=2, max_size=6), st.integers(1, 500), st.floats(0, 5000)
 )
 def test_costs_rise_with_the_table_and_are_its_own_at_its_points(
     steps: list[float], tokens: int, context: float
@@ -84,17 +80,6 @@ def test_a_table_measured_on_a_busy_machine_is_measured_again(
         scheduling.save_scheduler(scheduler, decoder)
     assert scales == [1.0, 0.9, 1.0]
     assert measured == 2
-
-
-def test_a_table_that_cannot_be_kept_serves_once(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "paceline").write_text("in the way")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    decoder = load_decoder(model)
-    scheduler = scheduling.load_scheduler(decoder, 2048, 64, measure=lambda *_: SOME)
-    assert scheduler.costs.profiled == SOME
-    scheduling.save_scheduler(scheduler, decoder)
 
 
 def test_of_several_that_start_at_a_time_one_measures(

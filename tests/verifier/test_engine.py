@@ -1,7 +1,5 @@
 """Failing steps, draining, the model's description."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import hashlib
@@ -100,10 +98,7 @@ async def test_batch_invariance_holds(client: Client) -> None:
 
 
 async def test_a_lack_of_batch_invariance_is_reported_and_logged(
-    model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     found = BatchInvariance(False, "a layer of 8 to 9 differs; do this")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # the result is kept there

@@ -1,7 +1,5 @@
 """A step that fails is run again for each of its jobs alone: only those at fault end."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import threading

@@ -1,7 +1,5 @@
 """FollowCache: updates add up to the selected positions, within the budget."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import grpc
@@ -18,12 +16,7 @@ from paceline.drafter.kv.remote import DeltaCache
 from paceline.kernels import streaming
 from paceline.kernels.caches import from_rows, to_rows
 from paceline.kv.selection import SelectionPolicy, Streaming
-from paceline.kv.wire import (
-    KV_TYPES,
-    decode,
-    encode,
-    position_bytes,
-)
+from paceline.kv.wire import KV_TYPES, decode, encode, position_bytes
 from paceline.text import Text
 from paceline.v1 import kv_pb2, kv_pb2_grpc
 from paceline.verifier.engine.job import CachedSequence, Request
@@ -97,21 +90,6 @@ def test_updates_add_up_to_the_selection(
         segment.close()
 
 
-def test_other_budgets_are_for_new_tokens(segment: Segment) -> None:
-    """A drafter that asks for another one again and again gets no update for each."""
-    stream = FollowStream(new_cache(segment), [0], Streaming(segment, [0]), 8)
-    updates = 0
-    for asked in range(40):
-        stream.budget = 8 + asked % 2
-        if stream._due:
-            updates += 1
-            list(stream.update())
-            stream._acknowledged = stream._sent
-    assert updates == 1 + kv_exchange.UPDATES_AHEAD
-    stream._cache.sequence.committed += 1
-    assert stream._due
-
-
 def test_only_what_changed_is_sent_again(segment: Segment) -> None:
     cache = new_cache(segment)
     stream = FollowStream(cache, (0, 1), Streaming(segment, (0, 1)), 100)
@@ -153,11 +131,7 @@ def test_invalid_updates_are_refused(segment: Segment, change: Any, reason: str)
             delta.apply([message], 103)
 
 
-@given(
-    wire=st.sampled_from(sorted(KV_TYPES)),
-    seed=st.integers(0, 99),
-    size=st.floats(1e-6, 1e4),
-)
+@given(wire=st.sampled_from(sorted(KV_TYPES)), seed=st.integers(0, 99), size=st.floats(1e-6, 1e4))
 def test_types_on_the_wire(wire: Any, seed: int, size: float) -> None:
     """A round trip gives what the rows of the cache hold."""
     plane = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(seed)) * size

@@ -1,7 +1,5 @@
 """Hidden states that are sent over gRPC: each row of the requested layers once."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from typing import Any

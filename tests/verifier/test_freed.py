@@ -1,7 +1,5 @@
 """What a text used is freed when the text ends, however it ends, without the garbage collector."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json
@@ -10,14 +8,14 @@ from pathlib import Path
 
 import pytest
 from calls import failure, until
-from test_grammar import PROMPT, TOKENIZER, fields, ids
-from verifier_support import Client, make_model, serving
+from test_grammar import PROMPT, fields, ids
+from verifier_support import Client, serving
 
 from paceline.service import limits
 from paceline.v1 import sampling_pb2, verifier_pb2
 from paceline.verifier import grammar
 
-MANY = {"type": "object", "properties": {f"p{n}": {"type": "integer"} for n in range(2000)}}
+MANY = {"type": "object", "properties": {f"p{n}": {"type": "integer"} for n in range(1000)}}
 FAILS = json.dumps({"type": "array", "items": MANY, "minItems": 1})  # too complex after some tokens
 
 
@@ -32,12 +30,10 @@ def _no_collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     gc.enable()
 
 
-@pytest.fixture(params=[False, True], ids=["", "prefixes"])
-async def client(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Client]:
-    folder = make_model(tmp_path / "model", "Llama")
-    TOKENIZER.save(str(folder / "tokenizer.json"))
-    socket, kept = tmp_path / "v.sock", {"prefix_caching": request.param}
-    async with serving(folder, socket, kv_bytes=1 << 28, **kept) as client:
+@pytest.fixture
+async def client(written_model: Path, tmp_path: Path) -> AsyncIterator[Client]:
+    socket = tmp_path / "v.sock"
+    async with serving(written_model, socket, kv_bytes=1 << 28, prefix_caching=True) as client:
         yield client
 
 

@@ -1,7 +1,5 @@
 """Generate: streams may break, a newer stream takes over, and no token is lost or repeated."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Grammars and schemas: the mask leaves exactly what may come next, with every drafter."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import string
@@ -15,7 +13,7 @@ import pytest
 import torch
 from calls import reason_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from verifier_support import VOCAB, Client, make_model, serving
+from verifier_support import VOCAB, Client, serving
 
 from paceline.v1 import sampling_pb2
 from paceline.verifier.grammar import Grammar, GrammarError, Grammars, masked
@@ -58,7 +56,6 @@ def ids(text: str) -> list[int]:
 
 
 def allowed(grammar: Grammar, text: str) -> set[str]:
-    """The tokens that may come after a text."""
     row = masked(torch.zeros(VOCAB), grammar.after(ids(text)).begin().allowed())
     assert set(row.tolist()) <= {0.0, -torch.inf}
     found = row.isfinite().nonzero()[:, 0].tolist()
@@ -161,10 +158,8 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-async def client(tmp_path: Path) -> AsyncIterator[Client]:
-    folder = make_model(tmp_path / "model", "Llama")
-    TOKENIZER.save(str(folder / "tokenizer.json"))
-    async with serving(folder, tmp_path / "v.sock", kv_bytes=1 << 28) as client:
+async def client(written_model: Path, tmp_path: Path) -> AsyncIterator[Client]:
+    async with serving(written_model, tmp_path / "v.sock", kv_bytes=1 << 28) as client:
         yield client
 
 
@@ -174,7 +169,6 @@ def fields(seed: int = 0, schema: str | None = None, **sampling: Any) -> dict[st
 
 
 def check(tokens: list[int]) -> None:
-    """An instance of the schema, and then the end."""
     assert tokens[-1] == 0
     value = json.loads(TOKENIZER.decode(tokens))
     assert set(value) == {"gear", "laps", "names"}

@@ -1,7 +1,5 @@
 """Constraints that are made to cost: they are refused, and nobody else waits for them."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json
@@ -17,7 +15,7 @@ import grpc
 import pytest
 from calls import reason_of
 from test_grammar import PROMPT, TOKENIZER, fields, ids
-from verifier_support import VOCAB, make_model, serving
+from verifier_support import VOCAB, serving
 
 from paceline.service import limits
 from paceline.verifier.grammar import GrammarError, Grammars, GrammarsBusy
@@ -137,14 +135,12 @@ async def test_the_memory_of_those_in_use_is_bounded(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.usefixtures("short")
 async def test_a_verifier_answers_others_and_stops(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    written_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Six callers that leave, as a browser does that is closed; and one that stays."""
     monkeypatch.setattr(limits, "CONSTRAINT_SECONDS", 600)
     monkeypatch.setattr(limits, "CONSTRAINT_MEMORY", 1 << 40)
-    folder = make_model(tmp_path / "model", "Llama")
-    TOKENIZER.save(str(folder / "tokenizer.json"))
-    async with serving(folder, tmp_path / "v.sock", kv_bytes=1 << 28) as client:
+    async with serving(written_model, tmp_path / "v.sock", kv_bytes=1 << 28) as client:
         calls = [
             asyncio.create_task(client.create(PROMPT, **fields(schema=ENDLESS))) for _ in "123456"
         ]
@@ -161,15 +157,13 @@ async def test_a_verifier_answers_others_and_stops(
 
 
 async def test_one_that_fails_after_some_tokens(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    written_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Is the caller's error, and the log has nothing of the text."""
-    folder = make_model(tmp_path / "model", "Llama")
-    TOKENIZER.save(str(folder / "tokenizer.json"))
     many = {"properties": {f"p{n}": {"type": "integer"} for n in range(2000)}}
     schema = json.dumps({"type": "object", "additionalProperties": False, **many})
     caplog.set_level(logging.DEBUG)
-    async with serving(folder, tmp_path / "v.sock", kv_bytes=1 << 28) as client:
+    async with serving(written_model, tmp_path / "v.sock", kv_bytes=1 << 28) as client:
         other = await client.create(PROMPT, **fields())
         with pytest.raises(grpc.aio.AioRpcError, match="complex") as raised:
             await client.generate(PROMPT, None, **fields(schema=schema, temperature=1.0))

@@ -1,7 +1,5 @@
 """Tokens do not depend on the drafter, the batch, the chunks of the prefill or a fork."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import random
@@ -45,7 +43,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def options_of(kind: str) -> dict[str, Any]:
-    """Options of a verifier of one of the models."""
     return {"kv_bytes": 1 << 28, **OPTIONS.get(kind, {})}
 
 

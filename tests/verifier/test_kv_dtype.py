@@ -1,7 +1,5 @@
 """Types of KV caches: what they take, and where they are refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

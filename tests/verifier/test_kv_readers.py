@@ -1,7 +1,5 @@
 """What drafters read beside the verifier's own tensors, through whole generations."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any
@@ -9,14 +7,7 @@ from typing import Any
 import pytest
 import torch
 from calls import until
-from kv_support import (
-    caught_up,
-    following,
-    following_states,
-    mapping,
-    mapping_states,
-    rounds,
-)
+from kv_support import caught_up, following, following_states, mapping, mapping_states, rounds
 from test_taps import outputs
 from verifier_support import serving
 
@@ -40,13 +31,9 @@ FIELDS: dict[str, Any] = {"max_new_tokens": 60, "ignore_eos": True}
     ],
 )
 async def test_readers_have_what_the_verifier_committed(
-    models: dict[str, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    window: int,
-    message_bytes: int,
-) -> None:
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str,
+    window: int, message_bytes: int,
+) -> None:  # fmt: skip
     """KV and hidden states, mapped and followed, bit for bit after every round: with rejected
     nodes, moved paths, plain steps, changes of the budget, and past one reservation. The tokens are
     those without readers."""

@@ -1,7 +1,5 @@
 """Clients that leave at any time: what they had is freed, and nobody computes for them."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from pathlib import Path
@@ -10,24 +8,17 @@ from types import SimpleNamespace
 import grpc
 import pytest
 from calls import failure, reason_of, until
-from verifier_support import Client, make_model, serving
+from verifier_support import Client, serving
 
 from paceline.service import ServiceError, limits
-from paceline.v1 import (
-    exchange_pb2_grpc,
-    kv_pb2,
-    kv_pb2_grpc,
-    verifier_pb2,
-    verifier_pb2_grpc,
-)
+from paceline.v1 import exchange_pb2_grpc, kv_pb2, kv_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 from paceline.verifier.rpc import streams
 
 PROMPT = list(range(1, 40))
 
 
-async def test_a_cache_has_a_short_lease_until_it_is_used(tmp_path: Path) -> None:
-    folder = make_model(tmp_path / "model", "Llama")
-    async with serving(folder, tmp_path / "v.sock", kv_bytes=1 << 28) as client:
+async def test_a_cache_has_a_short_lease_until_it_is_used(model: Path, tmp_path: Path) -> None:
+    async with serving(model, tmp_path / "v.sock", kv_bytes=1 << 28) as client:
         created = await client.create(PROMPT)
         assert created.lease_ms == limits.UNUSED_SECONDS * 1000
         stub = verifier_pb2_grpc.VerifierServiceStub(client.channel)
@@ -37,12 +28,11 @@ async def test_a_cache_has_a_short_lease_until_it_is_used(tmp_path: Path) -> Non
 
 
 async def test_cancels_while_a_cache_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At any moment, also when the verifier has answered and does not hear of it."""
     monkeypatch.setattr(limits, "UNUSED_SECONDS", 0.2)
-    folder = make_model(tmp_path / "model", "Llama")
-    async with serving(folder, tmp_path / "v.sock", kv_bytes=1 << 28) as client:
+    async with serving(model, tmp_path / "v.sock", kv_bytes=1 << 28) as client:
         await left_alone(client, random.Random(0), 40)
         store = client.service.store
         await until(lambda: not len(store))
@@ -61,13 +51,12 @@ async def left_alone(client: Client, draws: random.Random, count: int) -> None:
 
 
 async def test_a_drain_ends_texts_that_nobody_reads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before their leases, which are long."""
     monkeypatch.setattr(limits, "UNUSED_SECONDS", 1e6)
     monkeypatch.setattr(limits, "ABANDONED_SECONDS", 0.1)
-    folder = make_model(tmp_path / "model", "Llama")
-    async with serving(folder, tmp_path / "v.sock", kv_bytes=1 << 28, lease_seconds=1e6) as client:
+    async with serving(model, tmp_path / "v.sock", kv_bytes=1 << 28, lease_seconds=1e6) as client:
         await client.create(PROMPT, ignore_eos=True)
         await asyncio.wait_for(client.service.drain(), 60)
         assert not client.service.store.unfinished
@@ -75,11 +64,10 @@ async def test_a_drain_ends_texts_that_nobody_reads(
 
 @pytest.mark.parametrize("stream", ["Generate", "FollowCache", "Join"])
 async def test_a_stream_that_says_nothing_ends(
-    stream: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stream: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "FIRST_MESSAGE_SECONDS", 0.1)
-    folder = make_model(tmp_path / "model", "Llama")
-    async with serving(folder, tmp_path / "v.sock", kv_bytes=1 << 28) as client:
+    async with serving(model, tmp_path / "v.sock", kv_bytes=1 << 28) as client:
         stubs = (
             client.stub,
             kv_pb2_grpc.KvExchangeServiceStub(client.channel),
@@ -91,13 +79,12 @@ async def test_a_stream_that_says_nothing_ends(
 
 
 async def test_followers_and_creators_that_take_nothing_lose_their_streams(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their connection takes 64 KiB, and what they ask for is longer."""
     monkeypatch.setattr(limits, "WRITE_SECONDS", 0.1)
     monkeypatch.setattr(limits, "UNUSED_SECONDS", 1e6)
-    folder = make_model(tmp_path / "model", "Llama")
-    async with serving(folder, tmp_path / "v.sock", kv_bytes=1 << 28) as client:
+    async with serving(model, tmp_path / "v.sock", kv_bytes=1 << 28) as client:
         request = verifier_pb2.CreateCacheRequest(
             prompt_tokens=[token % 60 for token in range(1500)], prompt_logprobs=20
         )

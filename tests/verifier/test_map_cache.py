@@ -1,7 +1,5 @@
 """Mapping: what the holder of a read grant can do."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import os

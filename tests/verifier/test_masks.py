@@ -1,7 +1,5 @@
 """Masks that are late: nobody waits for them but their text, and they change no token."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -10,9 +8,9 @@ from pathlib import Path
 import drafters
 import pytest
 from calls import failure, reason_of, until
-from test_grammar import PROMPT, SAMPLINGS, TOKENIZER, check, fields, of
+from test_grammar import PROMPT, SAMPLINGS, check, fields, of
 from tokenizers import Tokenizer
-from verifier_support import Client, make_model, serving
+from verifier_support import Client, serving
 
 from paceline.service import limits
 from paceline.verifier.engine import engine
@@ -24,11 +22,11 @@ DEMO = Path("models/demo/target/tokenizer.json").read_bytes()
 
 
 @pytest.fixture
-async def client(tmp_path: Path) -> AsyncIterator[Client]:
-    folder = make_model(tmp_path / "model", "Llama")
-    TOKENIZER.save(str(folder / "tokenizer.json"))
+async def client(written_model: Path, tmp_path: Path) -> AsyncIterator[Client]:
     sources = ("ngram", "grammar", "recycle")
-    async with serving(folder, tmp_path / "v.sock", kv_bytes=1 << 28, sources=sources) as client:
+    async with serving(
+        written_model, tmp_path / "v.sock", kv_bytes=1 << 28, sources=sources
+    ) as client:
         yield client
 
 

@@ -1,7 +1,5 @@
 """No memory leaks when clients disappear or memory runs out."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os

@@ -1,7 +1,5 @@
 """KV in pages of one pool, on the CPU: the same tokens as in shared memory, and no leaks."""
 
-from __future__ import annotations
-
 import math
 import os
 import random
@@ -24,7 +22,7 @@ from paceline.verifier.engine.acceptance import walk
 from paceline.verifier.kv.base import OutOfMemory, TapLayout, Taps
 from paceline.verifier.kv.pool import PAGE_TOKENS, PagedKv, PagePool
 from paceline.verifier.kv.segment import Segment, SegmentMemory
-from paceline.verifier.wiring import default_kv_bytes, warn_of_little_room
+from paceline.verifier.wiring import default_kv_bytes
 
 CPU = torch.device("cpu")
 
@@ -44,10 +42,7 @@ async def test_followed_is_what_was_written(models: Any, tmp_path: Path, policy:
             await mapping(client, created, 0)
         stream = stub.FollowCache()
         subscribe = kv_pb2.FollowSubscribe(
-            read_grant=created.read_grant,
-            layers=[1],
-            budget=280,
-            policy=policy,
+            read_grant=created.read_grant, layers=[1], budget=280, policy=policy
         )
         await stream.write(kv_pb2.FollowCacheRequest(subscribe=subscribe))
         await stream.read()
@@ -236,52 +231,3 @@ def test_memory_that_an_earlier_verifier_held_is_waited_for(
     else:
         assert found == int(0.9 * 17 * GIB)
         assert "other processes hold 50.5 of its 85.9 GB" in caplog.text
-
-
-def test_a_share_that_leaves_no_tenth_is_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    clock = Clock()
-    assert found_kv_bytes(monkeypatch, clock, 1.0, lambda: 63, 16) == int(0.9 * 63 * GIB)
-    assert (clock.now, caplog.text) == (0.0, "")
-
-
-@pytest.mark.parametrize(
-    ("free", "own", "expected"),
-    [
-        (64, 16, 48),  # the verifier came first: a drafter gets 16
-        (60, 16, 48),  # or a drafter of 4
-        (10, 16, 9),  # another process has the rest
-        (20, 70, 0),
-    ],
-)
-def test_kv_on_a_gpu_leaves_its_share_to_drafters(
-    monkeypatch: pytest.MonkeyPatch, free: int, own: int, expected: int
-) -> None:
-    """Of 80 GiB, in GiB."""
-    assert found_kv_bytes(monkeypatch, Clock(), 0.8, lambda: free, own) == expected * GIB
-
-
-@pytest.mark.parametrize(
-    ("kv", "longest", "warning"),
-    [
-        (5, 131072, ""),
-        (3, 24576, "KV 3.2, for texts of 24576 tokens at most (of the model: 131072)"),
-        (8, 131072, "which leaves 1.1 for CUDA graphs and drafters"),
-    ],
-)
-def test_a_gpu_with_little_room_beside_weights_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    kv: int,
-    longest: int,
-    warning: str,
-) -> None:
-    """Of 24 GiB, where weights take 15: too little for a whole text, or for drafters."""
-    gpu = SimpleNamespace(
-        mem_get_info=lambda device: (9 * GIB, 24 * GIB), memory_reserved=lambda device: 15 * GIB
-    )
-    monkeypatch.setattr(torch, "get_device_module", lambda device: gpu)
-    warn_of_little_room(torch.device("cuda", 0), kv * GIB, longest, 131072)
-    assert warning in caplog.text
-    assert bool(caplog.text) is bool(warning)

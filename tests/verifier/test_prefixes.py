@@ -1,7 +1,5 @@
 """KV of ended texts is taken over by prompts of the same client, and by nobody else."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

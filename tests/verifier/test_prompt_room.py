@@ -1,17 +1,13 @@
 """Prompts of other texts do not hold rounds up."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from functools import partial
-from time import sleep
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from verifier_support import make_model, text
+from verifier_support import text
 
 from paceline.convert import load_decoder
 from paceline.decoder import Decoder
@@ -22,10 +18,9 @@ from paceline.verifier.engine.batch import MIN_GRAPH_PROMPT, prompt_room
 from paceline.verifier.engine.drafted import StepOutput
 from paceline.verifier.engine.engine import Engine
 from paceline.verifier.engine.job import CachedSequence, Decode, Prefill, Request
-from paceline.verifier.engine.queue import CommandThread
 from paceline.verifier.kv.base import KvLayout
 from paceline.verifier.kv.pool import PagePool
-from paceline.verifier.scheduler.costs import CostTable, flat_table
+from paceline.verifier.scheduler.costs import CostTable
 from paceline.verifier.scheduler.scheduler import MAX_GAP, MIN_PROMPT, Scheduler
 
 
@@ -36,19 +31,9 @@ def test_a_step_of_rounds_and_prompts_is_one_of_a_graph(rounds: int) -> None:
     assert rounds + room <= SHAPES[-1] or room == MIN_GRAPH_PROMPT
 
 
-class NoGraphs:
-    """Graphs of which none is large enough; notes the sizes of steps."""
-
-    def __init__(self) -> None:
-        self.steps: list[int] = []
-
-    def forward(self, tokens: list[int], *_: Any) -> None:
-        self.steps.append(len(tokens))
-
-
 @pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    return load_decoder(make_model(tmp_path_factory.mktemp("model") / "llama", "Llama"))
+def decoder(model: Path) -> Decoder:
+    return load_decoder(model)
 
 
 @pytest.fixture
@@ -73,47 +58,6 @@ def step(engine: Engine) -> int:
 def sequence(pool: PagePool, length: int) -> CachedSequence:
     params = Request(Text(tuple(text(length, length)), limit=2000))
     return CachedSequence(params, pool.allocate(2048, None))
-
-
-def test_a_long_prompt_beside_a_generation_leaves_its_steps_short(
-    decoder: Decoder, pool: PagePool
-) -> None:
-    """Of graphs. Alone it takes as many tokens as a step has for prompts."""
-    graphs: Any = NoGraphs()
-    engine = Engine(decoder, graphs=graphs)
-    short, long = sequence(pool, 5), sequence(pool, 1500)
-    with torch.inference_mode():
-        engine.prefill(Prefill(short))
-        assert step(engine) == 5
-        job = Decode(short, credits=2)
-        engine.decode(job)
-        engine.prefill(Prefill(long))
-        assert [step(engine) for _ in range(2)] == [256, 256]
-        assert len(short.tokens) == 5 + 1 + 2
-        assert step(engine) == 512
-    for each in (short, long):
-        each.kv.close()
-
-
-def test_a_step_of_prompts_waits_for_trees_that_come_soon(
-    decoder: Decoder, pool: PagePool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If more rounds would wait for its end than prompts for the trees."""
-    now = 100.0
-    engine = Engine(decoder, scheduler=Scheduler(flat_table(), 16, clock=lambda: now))
-    arrivals: list[float] = []
-    drafting: Any = engine._drafting
-    monkeypatch.setattr(drafting, "arrivals", lambda: arrivals)
-    prompt = sequence(pool, 40)
-    engine.prefill(Prefill(prompt))
-    engine._thread.run_commands(0.0)
-    arrivals[:] = [now + 0.001] * 3  # of a step of 10 ms
-    assert engine._hold() == 0.0, "no tree is asked for"
-    drafting.waiting = {object(): now + 1.0}
-    assert engine._hold() == pytest.approx(0.001)
-    arrivals[:] = [now + 0.009]
-    assert engine._hold() == 0.0
-    prompt.kv.close()
 
 
 TABLE = CostTable((1, 16, 64, 128), (0.02, 0.03, 0.09, 0.18), per_attended=2e-7)
@@ -191,18 +135,3 @@ async def test_a_step_beside_a_text_that_runs_has_little_of_a_prompt(
         assert step(engine) == 512
     for each in (short, *long):
         each.kv.close()
-
-
-def test_dear_commands_leave_steps_between_them() -> None:
-    thread, done = CommandThread(), list[int]()
-
-    def command(number: int) -> None:
-        done.append(number)
-        sleep(0.02)
-
-    for number in range(3):
-        thread.submit(partial(command, number))
-    for passed in range(3):
-        thread.run_commands(None)
-        assert done == [*range(passed + 1)], "one at a time, in order, without a wait"
-    thread.waiter.close()

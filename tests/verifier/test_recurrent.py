@@ -1,7 +1,5 @@
 """A target with recurrent states: tokens, prefix reuse and failing steps."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Malformed requests: a clear status, and no effect on other generations."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +80,7 @@ async def test_a_handle_is_valid_for_its_owner_only(client: Client) -> None:
         client.stub.CreateCache(fork, metadata=thief),
     ):
         error = await failure(call)
-        assert (error.code(), reason_of(error)) == (
-            grpc.StatusCode.NOT_FOUND,
-            "CACHE_NOT_FOUND",
-        )
+        assert (error.code(), reason_of(error)) == (grpc.StatusCode.NOT_FOUND, "CACHE_NOT_FOUND")
     release = verifier_pb2.ReleaseCacheRequest(handle=created.handle)
     assert not (await client.stub.ReleaseCache(release, metadata=thief)).released
     _, reason = await client.refusal(created.read_grant)
@@ -111,10 +106,7 @@ async def test_a_full_verifier_returns_a_retry_delay(
         caches = [await client.create([1] * 500, max_new_tokens=12) for _ in range(2)]
         request = verifier_pb2.CreateCacheRequest(prompt_tokens=[1] * 500, max_new_tokens=12)
         error = await failure(client.stub.CreateCache(request))
-        assert (error.code(), reason_of(error)) == (
-            grpc.StatusCode.RESOURCE_EXHAUSTED,
-            "KV_FULL",
-        )
+        assert (error.code(), reason_of(error)) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "KV_FULL")
         retry = details_of(error, error_details_pb2.RetryInfo)
         assert retry.retry_delay.ToMilliseconds() > 0
         await client.release(caches[0].handle)

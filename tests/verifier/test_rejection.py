@@ -1,7 +1,5 @@
 """The distribution in both modes of acceptance; determinism and refusals of REJECTION."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The scheduler in a verifier: no token depends on it."""
 
-from __future__ import annotations
-
 import asyncio
 from itertools import takewhile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Schemas: as tools they mean what they mean as a response format, and annotations mean nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random
@@ -13,8 +11,7 @@ import numpy as np
 import pytest
 from test_grammar import GRAMMARS, allowed, of
 
-from paceline.gateway.errors import ApiError
-from paceline.gateway.requests import ChatRequest, Function, Tool, ToolUse
+from paceline.gateway.requests import Function, Tool, ToolUse
 from paceline.gateway.tool_schemas import closed
 from paceline.sampling.json_schema import SchemaTooComplex, without_annotations
 from paceline.verifier.grammar import Grammar, GrammarError
@@ -126,20 +123,6 @@ def test_names_of_parts_take_no_more_than_a_schema_may(name: str) -> None:
     assert peak < 64 << 20
 
 
-@pytest.mark.parametrize(
-    "schema",
-    [{"$id": "http://[a"}, {"$ref": "http://[a"}, {"items": [{}], "$ref": f"#/items/{'1' * 5000}"}],
-)
-def test_malformed_names_are_the_fault_of_a_request(schema: Any) -> None:
-    request = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
-    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
-    asked = ChatRequest.model_validate({**request, "tools": tools, "tool_choice": "required"})
-    try:
-        assert asked.constraint() is not None
-    except ApiError as error:
-        assert error.status == 400  # noqa: PT017 - it may be taken as well
-
-
 TEXT = {"type": "string"}
 ANNOTATIONS: list[tuple[Any, dict[str, Any]]] = [
     *((TEXT, {"format": name}) for name in (
@@ -203,33 +186,6 @@ def is_item(grammar: Grammar, text: str) -> bool:
         return "]" in allowed(grammar, f"[{text}")
     except GrammarError:
         return False
-
-
-def test_names_of_properties_take_no_more_than_a_schema_may() -> None:
-    many = {"propertyNames": {"enum": [f"n{index}" for index in range(9000)]}}
-    nested: Any = {"type": "integer"}
-    for _ in range(30):
-        nested = {"propertyNames": {"enum": ["a", "b"]}, "additionalProperties": nested}
-    for schema in (
-        {**many, "additionalProperties": {"$ref": "#/" + "x" * 1000}},
-        nested,
-        {"allOf": [{**many, "additionalProperties": {"type": "integer"}}] * 50},
-    ):
-        source = json.dumps(schema)
-        assert len(without_annotations(source)) <= len(source) + 2 * (1 << 16)
-
-
-@pytest.mark.parametrize("wrong", [5, [], {}, ["a", 1], [[]], True, "a", -1, 1.5])
-def test_rules_of_names_that_are_no_schema_are_refused_or_taken(wrong: Any) -> None:
-    for name in ("enum", "const", "pattern", "minLength"):
-        check_refused_or_begins({"type": "object", "propertyNames": {name: wrong}})
-    check_refused_or_begins({"type": "string", "pattern": "^(?!^[-+.]*$)1", "allOf": wrong})
-
-
-def check_refused_or_begins(schema: Any) -> None:
-    """A rule may be one that schemas have."""
-    with suppress(GrammarError):
-        assert allowed(of("json_schema", json.dumps(schema)), "")
 
 
 def test_look_ahead_that_a_format_has_is_left_out() -> None:

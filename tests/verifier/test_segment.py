@@ -1,7 +1,5 @@
 """Segments: reserved before written, and freed at once."""
 
-from __future__ import annotations
-
 import errno
 import os
 from typing import Any

@@ -1,7 +1,5 @@
 """Selection policies: scores from verification, and the positions that are selected by them."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any
@@ -31,8 +29,6 @@ ROWS = (*POLICIES, "verified_weights", "verified_all", "verified_all_weights")
 
 
 class Seen:
-    """Keeps queries."""
-
     def __init__(self, rows: int) -> None:
         self.q: dict[int, Tensor] = {}
         self._rows = range(rows)
@@ -121,16 +117,9 @@ def test_scores_are_right_and_observers_change_nothing(
 
 
 def _scores(
-    policy: str,
-    q: Tensor,
-    plan: Any,
-    index: int,
-    nodes: list[int],
-    cache: Segment,
-    layer: int,
-    config: Any,
-    weights: Tensor,
-) -> Tensor:
+    policy: str, q: Tensor, plan: Any, index: int, nodes: list[int], cache: Segment, layer: int,
+    config: Any, weights: Tensor,
+) -> Tensor:  # fmt: skip
     """By the definitions, in float64."""
     block, window = plan.blocks[index], config.windows[layer]
     heads = torch.stack([q[plan.offsets[index] + node] for node in nodes]).double()
@@ -170,8 +159,6 @@ class FakeCache:
 
 
 class Given(ScoreObserver):
-    """Scores that a test made up."""
-
     def __init__(self, scores: Tensor, chunk: int) -> None:
         super().__init__(range(len(scores)))
         self.scores, self.chunk = scores, chunk

@@ -1,7 +1,5 @@
 """The cache store: admission, capabilities, leases, and integrity."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from time import perf_counter

@@ -1,22 +1,19 @@
 """Hidden states that are kept for drafters."""
 
-from __future__ import annotations
-
-import os
 import random
 from pathlib import Path
 
 import pytest
 import torch
 from kv_support import mapping_states
-from verifier_support import LAYOUT, Client
+from verifier_support import Client
 
 from paceline.convert import load_decoder
 from paceline.decoder import LocalCache
 from paceline.drafter.kv import KvNotShared
 from paceline.kernels import QueryBlock, plan_trees
 from paceline.verifier.kv.base import TapLayout, Taps
-from paceline.verifier.kv.segment import Segment, SegmentMemory, TapPlanes
+from paceline.verifier.kv.segment import TapPlanes
 
 PROMPT = [3, 1, 4, 1, 5]
 FIELDS = {"max_new_tokens": 60, "ignore_eos": True}
@@ -132,20 +129,3 @@ async def test_overwritten_rows_are_dropped(client: Client) -> None:
     assert (first, len(rows)) == (684, 16)
     segment.header.commit(len(PROMPT))
     states.close()
-
-
-def test_memory_is_reserved_with_the_kv() -> None:
-    layout = LAYOUT.__class__(**{**LAYOUT.__dict__, "hidden": 32})
-    taps = TapLayout.of(Taps((0, 1), 100), layout, 4096)
-    assert taps.slots == 256 + 512
-    segment = Segment(SegmentMemory(layout, 1 << 30), 4096, taps)
-    try:
-        before = os.fstat(segment.file).st_blocks
-        segment.reserve(1024)
-        pages = (os.fstat(segment.file).st_blocks - before) * 512
-        assert pages == 1024 * layout.token_bytes + taps.byte_size
-        assert isinstance(segment.taps, TapPlanes)
-        segment.taps.rows[:] = 1.0
-        assert not segment.kv[..., :1024, :].any()
-    finally:
-        segment.close()

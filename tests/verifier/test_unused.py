@@ -1,7 +1,5 @@
 """A drafter that hardly drafts is named once for each reason, in the log and in the metrics."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tiny models, a verifier served in the test's own loop, and a client that sends any tree."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import random
@@ -21,11 +19,7 @@ from fakes.exchange import Drafter, DrafterService
 
 from paceline.decoder import Decoder
 from paceline.service import ServerOptions, run_server
-from paceline.v1 import (
-    drafter_pb2,
-    verifier_pb2,
-    verifier_pb2_grpc,
-)
+from paceline.v1 import drafter_pb2, verifier_pb2, verifier_pb2_grpc
 from paceline.verifier import VerifierService, build_service
 from paceline.verifier import service as service_module
 from paceline.verifier.kv.base import KvLayout
@@ -40,7 +34,6 @@ CARRIERS = pytest.mark.parametrize("socket", [True, False], ids=["socket", "stre
 
 
 def text(seed: int, length: int) -> list[int]:
-    """Random tokens."""
     rng = random.Random(seed)
     return [rng.randrange(VOCAB) for _ in range(length)]
 
@@ -53,21 +46,12 @@ def make_model(
 
     torch.manual_seed(seed)
     shape = {
-        "vocab_size": VOCAB,
-        "hidden_size": 48,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": CONTEXT,
-        "initializer_range": 0.3,
-        "tie_word_embeddings": family == "Qwen3",
-        "eos_token_id": 0,
-        "bos_token_id": 1,
-        "pad_token_id": None,
-        **changes,
-    }
+        "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "max_position_embeddings": CONTEXT, "initializer_range": 0.3,
+        "tie_word_embeddings": family == "Qwen3", "eos_token_id": 0, "bos_token_id": 1,
+        "pad_token_id": None, **changes,
+    }  # fmt: skip
     config = getattr(transformers, f"{family}Config")(**shape)
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
@@ -75,8 +59,6 @@ def make_model(
 
 
 class Clock:
-    """A clock that tests advance."""
-
     def __init__(self) -> None:
         self.now = 0.0
 
@@ -86,8 +68,6 @@ class Clock:
 
 @dataclass
 class Client:
-    """A thin client of one verifier."""
-
     service: VerifierService
     stub: Any
     channel: Any
@@ -96,7 +76,6 @@ class Client:
 
     @property
     def socket_path(self) -> str:
-        """The Unix socket for drafter services."""
         return self.service.exchange.path
 
     async def create(self, prompt: list[int], **fields: Any) -> verifier_pb2.CacheCreated:
@@ -118,14 +97,9 @@ class Client:
         return created, progress
 
     async def generate(
-        self,
-        prompt: list[int],
-        drafter: Drafter | None,
-        *,
-        seed: int = 0,
-        release: bool = True,
+        self, prompt: list[int], drafter: Drafter | None, *, seed: int = 0, release: bool = True,
         **fields: Any,
-    ) -> list[int]:
+    ) -> list[int]:  # fmt: skip
         """Emitted tokens of a whole generation, drafted for by ``drafter`` in every step."""
         name = "none" if drafter is None else await self.drafter_service.add(drafter, seed)
         created = await self.create(prompt, drafter=name, **fields)
@@ -144,14 +118,9 @@ class Client:
         return tokens
 
     async def begin(
-        self,
-        handle: bytes,
-        *,
-        position: int = 1,
-        drafter: str | None = "none",
-        credits: int = 0,
+        self, handle: bytes, *, position: int = 1, drafter: str | None = "none", credits: int = 0,
         **fields: Any,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """A Generate call whose first message was sent; it waits for each tree a minute."""
         fields = {"always_draft": True, "draft_timeout_ms": 60_000, **fields}
         call = self.stub.Generate()
@@ -162,15 +131,9 @@ class Client:
         return RoundCall(call)
 
     async def stream(
-        self,
-        handle: bytes,
-        *,
-        position: int = 1,
-        drafter: str | None = "none",
-        credits: int = 1 << 30,
-        **fields: Any,
-    ) -> AsyncGenerator[Any]:
-        """Rounds of a Generate stream to its end."""
+        self, handle: bytes, *, position: int = 1, drafter: str | None = "none",
+        credits: int = 1 << 30, **fields: Any,
+    ) -> AsyncGenerator[Any]:  # fmt: skip
         call = await self.begin(
             handle, position=position, drafter=drafter, credits=credits, **fields
         )
@@ -182,11 +145,9 @@ class Client:
             call.cancel()
 
     async def responses(self, handle: bytes, position: int = 1, **fields: Any) -> list[Any]:
-        """All rounds of a Generate stream."""
         return [each async for each in self.stream(handle, position=position, **fields)]
 
     async def rest(self, handle: bytes, position: int = 1, **fields: Any) -> list[int]:
-        """Tokens from a position to the end."""
         return tokens_of(await self.responses(handle, position, **fields))
 
     async def steps(self, handle: bytes, count: int, position: int = 1, **fields: Any) -> list[Any]:
@@ -229,7 +190,6 @@ class Client:
         return DrafterService(self.service, self.channel, socket=socket, name=name)
 
     async def release(self, handle: bytes) -> bool:
-        """Release a cache."""
         answer = await self.stub.ReleaseCache(verifier_pb2.ReleaseCacheRequest(handle=handle))
         return bool(answer.released)
 
@@ -248,12 +208,10 @@ def check_accepted(answer: verifier_pb2.Round) -> None:
 
 
 def tokens_of(responses: Iterable[Any]) -> list[int]:
-    """All tokens of Generate responses."""
     return [token for each in responses for token in each.result.tokens]
 
 
 def fallbacks_of(responses: Iterable[Any]) -> list[str]:
-    """All fallbacks of rounds."""
     return [reason for each in responses for reason in each.fallbacks]
 
 

@@ -1,7 +1,5 @@
 """Attention calls over caches and pages, and what they should give."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,8 +13,6 @@ from paceline.kernels.caches import Plane, span
 
 @dataclass
 class Case:
-    """One attention call."""
-
     plan: TreePlan  # the packed blocks
     q: Tensor  # `[M, Hq, D]`
     keys: Sequence[Plane]  # per sequence
@@ -34,16 +30,9 @@ def random_tree(nodes: int) -> tuple[int, ...]:
 
 
 def make_case(
-    device: torch.device,
-    lengths: Sequence[int],
-    nodes: Sequence[int],
-    heads: tuple[int, int],
-    dim: int,
-    dtype: torch.dtype,
-    *,
-    paged: bool = False,
-    window: int | None = None,
-) -> Case:
+    device: torch.device, lengths: Sequence[int], nodes: Sequence[int], heads: tuple[int, int],
+    dim: int, dtype: torch.dtype, *, paged: bool = False, window: int | None = None,
+) -> Case:  # fmt: skip
     """Sequences of some prefix lengths with trees of this many nodes; unwritten slots are NaN."""
     blocks = [
         QueryBlock(index, length, random_tree(count), count)

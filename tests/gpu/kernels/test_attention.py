@@ -1,7 +1,5 @@
 """Attention kernels against float64, over the shapes that they must serve."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -59,14 +57,9 @@ def test_short_prefixes_and_random_trees(
     ],
 )
 def test_long_wide_and_windowed(
-    device: torch.device,
-    lengths: list[int],
-    nodes: list[int],
-    heads: tuple[int, int],
-    dim: int,
-    paged: bool,
-    window: int | None,
-) -> None:
+    device: torch.device, lengths: list[int], nodes: list[int], heads: tuple[int, int], dim: int,
+    paged: bool, window: int | None,
+) -> None:  # fmt: skip
     check(make_case(device, lengths, nodes, heads, dim, BF16, paged=paged, window=window))
 
 

@@ -1,7 +1,5 @@
 """Bits of rows on a GPU: of products, and of the steps that a verifier serves."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

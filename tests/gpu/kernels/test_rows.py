@@ -1,7 +1,5 @@
 """Row kernels against PyTorch, and the KV they write into caches."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from attention_cases import Case, make_case

@@ -1,7 +1,5 @@
 """The sampling kernels choose the tokens that the CPU chooses."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

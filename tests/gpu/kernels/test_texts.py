@@ -1,7 +1,5 @@
 """Texts in float32 on the GPU are those of the CPU: plain, in trees, and by CUDA graphs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 

@@ -43,8 +43,6 @@ def _installed(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Job:
-    """A text to be continued."""
-
     prompt: list[int]
     temperature: float
     seed: int
@@ -59,13 +57,10 @@ def demo_jobs() -> list[Job]:
 
 @dataclass(frozen=True)
 class Pair:
-    """A running verifier and drafter."""
-
     verifier: ServiceProcess
     drafter: ServiceProcess
 
     def client(self, timeout: float = 20.0) -> Client:
-        """A client that drafts in every round."""
         from paceline.client import Client, DraftOptions
 
         always = DraftOptions(adaptive=False, timeout=timeout)
@@ -121,15 +116,11 @@ async def write(services: Pair, drafter: str, jobs: Sequence[Job], tokens: int =
     async with services.client() as client:
         results = [
             await client.generate(
-                job.prompt,
-                max_new_tokens=tokens,
-                temperature=job.temperature,
-                seed=job.seed,
-                drafter=drafter,
-                ignore_eos=True,
+                job.prompt, max_new_tokens=tokens, temperature=job.temperature, seed=job.seed,
+                drafter=drafter, ignore_eos=True,
             )
             for job in jobs
-        ]
+        ]  # fmt: skip
     return Written(
         texts=[list(result.token_ids) for result in results],
         drafted=sum(result.stats.drafted for result in results),

@@ -1,7 +1,5 @@
 """GPU memory shared by processes, and what happens when one of them is killed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -51,8 +49,6 @@ def read(uuid: str, handle: str, file: str) -> None:
 
 
 class Process:
-    """This file run by itself."""
-
     def __init__(self, *words: str, files: list[int]) -> None:
         self.process = subprocess.Popen(
             [sys.executable, __file__, *words],

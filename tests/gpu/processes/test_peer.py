@@ -1,7 +1,5 @@
 """Verifier and drafter on two GPUs: KV and hidden states are mapped, or followed without access."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

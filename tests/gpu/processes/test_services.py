@@ -1,7 +1,5 @@
 """End to end on one GPU: every method's texts are those of the CPU, also if a service is killed."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

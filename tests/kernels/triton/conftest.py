@@ -3,8 +3,6 @@
 bfloat16 products are silently wrong there, so these tests use float16 and float32.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Callable, Iterator

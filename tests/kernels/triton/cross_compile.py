@@ -8,8 +8,6 @@ sums must not be contracted, what is fused. Not interpreted, hence a process of 
     python cross_compile.py 89    # sm_86, sm_89, sm_120: GeForce
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -40,20 +38,12 @@ from paceline.kernels import (
 from paceline.kernels.caches import Plane
 from paceline.kernels.rotated import IntSums
 from paceline.kernels.triton import backend, tiles
-from paceline.kernels.triton.backend import (
-    TritonRows,
-    accept_drafts,
-    perturbed,
-)
+from paceline.kernels.triton.backend import TritonRows, accept_drafts, perturbed
 from paceline.kernels.triton.candidates import best_of_rows, grow_trees
 from paceline.kernels.triton.gather import gather_kv, gather_states
 from paceline.kernels.triton.kernels import TritonKernels
 from paceline.kernels.triton.plan import path_words
-from paceline.kernels.triton.products import (
-    multiply_by_experts,
-    quantise_rotated,
-    scaled_sums,
-)
+from paceline.kernels.triton.products import multiply_by_experts, quantise_rotated, scaled_sums
 
 CAPABILITY = int(sys.argv[1]) if len(sys.argv) > 1 else 90
 # Shared memory of a multiprocessor. Unit: bytes.
@@ -149,15 +139,9 @@ def planes(kv: torch.dtype, dim: int, page: int) -> tuple[list[Plane], list[Plan
 
 
 def compile_attention(
-    kv: torch.dtype,
-    dim: int,
-    page: int,
-    *,
-    group: int = 4,
-    window: int | None = None,
-    probes: int = 0,
-    tree: bool = False,
-) -> None:
+    kv: torch.dtype, dim: int, page: int, *, group: int = 4, window: int | None = None,
+    probes: int = 0, tree: bool = False,
+) -> None:  # fmt: skip
     """With probes, weights are recorded too; with a window, sinks. The device knows the paths of a
     tree."""
     start, nodes = 1000, 8
@@ -209,7 +193,6 @@ def compile_int8(kind: torch.dtype) -> None:
 
 
 def compile_experts(kind: torch.dtype, experts: int, width: int, *, bias: bool) -> None:
-    """The product of routed experts."""
     weights, biases = empty(experts, 768, width, dtype=kind), empty(experts, 768, dtype=kind)
     chosen = empty(512, dtype=torch.int64)
     x = empty(512, width, dtype=kind)

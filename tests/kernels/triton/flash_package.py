@@ -1,7 +1,5 @@
 """A stand-in for the package flash-attn, with the arguments and results that it documents."""
 
-from __future__ import annotations
-
 from types import ModuleType
 
 import torch
@@ -44,7 +42,6 @@ def flash_attn_with_kvcache(
 
 
 def module() -> ModuleType:
-    """The package."""
     made = ModuleType("flash_attn")
     made.__dict__["flash_attn_with_kvcache"] = flash_attn_with_kvcache
     return made

@@ -1,9 +1,6 @@
 """The Triton kernels against the float64 reference, contiguous and in pages."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -11,25 +8,11 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from kernel_cases import trees
 from reference import reference_attention
-from torch import Tensor
 from triton_cases import MILLION, check, draw_caches, in_far_pages, in_pages, run
 
-from paceline.bench.reference import ReferenceKernels
-from paceline.kernels import (
-    Context,
-    Heads,
-    LevelBlock,
-    PagedPlane,
-    Pass,
-    Probe,
-    QueryBlock,
-    Recorder,
-    devices,
-    plan_trees,
-)
+from paceline.kernels import PagedPlane, Probe, QueryBlock, plan_trees
 from paceline.kernels.attention import AttentionCall, record_scores
 from paceline.kernels.caches import Plane
-from paceline.kernels.operations import run_one_by_one
 
 HEADS = [(2, 2, 64), (8, 2, 80), (7, 1, 96), (5, 1, 128), (1, 1, 256), (40, 1, 64)]
 
@@ -79,32 +62,6 @@ def test_the_largest_tree_over_many_chunks() -> None:
     check(run(blocks, q, keys, values, None), expected, torch.float16)
 
 
-def test_paths_that_only_the_device_knows_are_those_of_the_same_trees() -> None:
-    """In the tables of both backends, for starts in all parts of a mask."""
-    from paceline.bench.reference import _hidden
-    from paceline.kernels.triton.plan import PlanTables
-
-    parents = [(-1, -1, 0, 0, 1, 2, 4, 2), (-1, -1, 1, 0, 0, 3, 2, 4), (-1, -1, 1, 1, 1, 2, 2, 2)]
-    starts = (0, 63, 130)
-    known = plan_trees(
-        [
-            QueryBlock(index, *each, 8)
-            for index, each in enumerate(zip(starts, parents, strict=True))
-        ]
-    )
-    paths = torch.stack([torch.from_numpy(each.ancestors()) for each in known.blocks])
-    there = plan_trees(
-        [LevelBlock(index, start, None, 8, levels=(2, 3, 3)) for index, start in enumerate(starts)],
-        ancestors=paths,
-    )
-    assert torch.equal(there.positions, known.positions)
-    expected, found = (PlanTables.of(plan).rows_of(plan, (0, 1, 2)) for plan in (known, there))
-    assert torch.equal(found.rows, expected.rows)
-    assert torch.equal(found.blocks, expected.blocks)
-    for index, window in ((0, None), (1, 20), (2, 2)):
-        assert torch.equal(_hidden(there, index, window), _hidden(known, index, window))
-
-
 def test_sinks_are_scores_without_values() -> None:
     torch.manual_seed(0)
     blocks = [QueryBlock(0, 600, (-1, 0, 0), 3), QueryBlock(1, 0, None, 2)]
@@ -114,15 +71,6 @@ def test_sinks_are_scores_without_values() -> None:
     attended, lse = reference_attention(q, keys, values, plan_trees(blocks), scale=0.125)
     expected = attended * (lse - sinks).sigmoid()[..., None], lse.logaddexp(sinks.double())
     check(found, expected, torch.float16)
-
-
-def test_a_call_repeated_gives_the_same_bits() -> None:
-    torch.manual_seed(0)
-    blocks = [QueryBlock(0, 700, (-1, 0, 0), 3)]
-    q, keys, values = draw_caches(blocks, (8, 2, 64), torch.float16)
-    first, second = (run(blocks, q, keys, values, None) for _ in range(2))
-    assert first[0].equal(second[0])
-    assert first[1].equal(second[1])
 
 
 def test_sparse_attention_is_attention_to_the_listed_slots() -> None:
@@ -216,49 +164,3 @@ def test_heads_wider_than_shared_memory_are_refused() -> None:
         q, keys, values = draw_caches(blocks, (2, 1, 264), dtype)
         with pytest.raises(ValueError, match="heads have 264 elements, expected at most 256"):
             run(blocks, q, keys, values, None)
-
-
-@pytest.mark.parametrize("window", [None, 40])
-def test_blocks_of_all_lengths_over_a_context_share_a_kernel(
-    window: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each kernel is compiled for seconds, and a drafter's blocks have a length of their own."""
-    from paceline.kernels.triton import backend
-    from paceline.kernels.triton.kernels import TritonKernels
-
-    heads, shapes, attend_shape = Heads(4, 1, 16), set(), backend.attend_shape
-
-    def recorded(tiling: Any, *rest: int, **more: Any) -> Any:
-        shapes.add((tiling, *rest))
-        return attend_shape(tiling, *rest, **more)
-
-    monkeypatch.setattr(backend, "attend_shape", recorded)
-    program = Recorder(heads, torch.float16)
-    q = program.rotate_queries(program.input(64))
-    program.tap(program.attend_context(q, 0, window), 0)
-    recording = program.finish()
-    caches = [FilledCache(seed) for seed in range(2)]
-    contexts = [Context(caches[0], 70), Context(caches[1], 33)]
-    for length in (1, 3, 4, 7, 13, 33, 64):
-        plan = plan_trees([QueryBlock(i, 0, None, n) for i, n in enumerate((length, 3))])
-        inputs, table = torch.randn(length + 3, 64), torch.ones(64, 16)
-        call = Pass(None, plan, caches, table, taps=[0], contexts=contexts, inputs=inputs)
-        found = []
-        for each in (TritonKernels(), ReferenceKernels()):
-            monkeypatch.setitem(devices.LOADED, "cpu", each)
-            found.append(run_one_by_one(recording, call).taps[0])
-        torch.testing.assert_close(*found, atol=5e-3, rtol=5e-3)
-    assert len(shapes) == 1
-
-
-class FilledCache:
-    """Random keys and values of one layer."""
-
-    table = None
-
-    def __init__(self, seed: int) -> None:
-        torch.manual_seed(seed)
-        self.planes = torch.randn(2, 1, 80, 16).half()
-
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.planes[0], self.planes[1]

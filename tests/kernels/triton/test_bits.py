@@ -1,7 +1,5 @@
 """A row of the Triton kernels has the bits of plain decoding: of one row behind its own path."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest
@@ -13,9 +11,8 @@ from triton_cases import in_pages, run
 
 from paceline.kernels import Probe, QueryBlock, plan_trees
 from paceline.kernels.triton import tiles
-from paceline.kernels.triton.jit.attention import CHUNK_BITS
 from paceline.kernels.triton.plan import PassTables, Staging, TableShape
-from paceline.kernels.triton.tiles import Room, Tiling, chunk_begin, chunk_of, plan_work
+from paceline.kernels.triton.tiles import Tiling, chunk_begin, chunk_of, plan_work
 
 pytestmark = pytest.mark.usefixtures("products_of_a_gpu")
 
@@ -53,14 +50,9 @@ def some_nodes(count: int) -> list[int]:
     seed=st.integers(0, 1000),
 )
 def test_any_node_of_any_tree(
-    start: int,
-    parents: tuple[int, ...],
-    heads: tuple[int, int, int],
-    dtype: torch.dtype,
-    window: int | None,
-    page: int,
-    seed: int,
-) -> None:
+    start: int, parents: tuple[int, ...], heads: tuple[int, int, int], dtype: torch.dtype,
+    window: int | None, page: int, seed: int,
+) -> None:  # fmt: skip
     torch.manual_seed(seed)
     case = make_case(seed, start, parents, heads, dtype, window)
     planes = in_pages([case.key], [case.value], page) if page else ([case.key], [case.value])
@@ -122,55 +114,6 @@ def test_borders_of_chunks_are_fixed_positions() -> None:
         chunk = chunk_of(position)
         assert chunk_begin(chunk) <= position < chunk_begin(chunk + 1)
     assert all(chunk_begin(n) % 256 == 0 for n in range(200))
-
-
-@settings(max_examples=60)
-@given(
-    shapes=st.lists(
-        st.tuples(st.integers(0, 30_000), st.none() | trees(120), st.integers(1, 200)),
-        min_size=1, max_size=4,
-    ),
-    group=st.sampled_from([1, 4, 7, 68]),
-    window=st.sampled_from([None, 1, 300, 5000]),
-)  # fmt: skip
-def test_work_covers_what_rows_see_once(
-    shapes: list[tuple[int, tuple[int, ...] | None, int]], group: int, window: int | None
-) -> None:
-    """And fits the tables of a graph of as many rows."""
-    blocks = [
-        QueryBlock(n, start, parents, len(parents) if parents else length)
-        for n, (start, parents, length) in enumerate(shapes)
-    ]
-    plan = plan_trees(blocks)
-    tiling = Tiling.of(group, torch.empty(1, 1, 16, dtype=torch.float16), window)
-    work = plan_work(plan.blocks, tiling, 100)
-    room = Room.for_rows(plan.rows, len(blocks), tiling, 31_000, 100)
-    assert room.holds(work)
-    chunks: dict[int, list[int]] = {}
-    for item in work.items.tolist():
-        chunks.setdefault(item >> CHUNK_BITS.value, []).append(item & (1 << CHUNK_BITS.value) - 1)
-    for row in range(plan.rows):
-        index = next(n for n, first in enumerate(plan.offsets[1:]) if row < first)
-        block, first = blocks[index], plan.offsets[index]
-        node = row - first
-        place = work.places[row, 1]
-        assert work.places[first + place, 0] == node
-        position = block.start + block.depths[node]
-        seen = []
-        for base in sorted(set(work.places[row, 2:].tolist())):
-            tile = base + (place * group - work.tiles[base, 1]) // tiling.used
-            own = work.tiles[tile]
-            assert own[0] == index
-            assert own[1] <= place * group < own[1] + own[2]
-            found = chunks.get(tile, [])
-            assert found == list(range(own[4], own[4] + own[5]))
-            seen += found
-            if own[9] > position and own[10] >= 0:
-                path = work.steps[own[10] :][: block.depths[node] + 1]
-                assert path.tolist() == [n for n in range(node + 1) if block.paths[node] >> n & 1]
-        oldest = chunk_of(max(0, position - (window or position + 1) + 1))
-        assert len(seen) == len(set(seen))
-        assert set(range(oldest, chunk_of(position) + 1)) <= set(seen)
 
 
 def test_more_work_than_a_graph_has_room_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,5 @@
 """Candidates of rows and levels of trees are those of PyTorch's operations."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,18 +1,14 @@
 """The kernels compile for GPUs that are not there, and keep to their budgets."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 # Shared memory that a program may have. Unit: bytes.
@@ -64,7 +60,6 @@ def over_budget(capability: int, facts: list[dict[str, Any]]) -> list[str]:
 
 
 def compile_for(capability: int) -> list[dict[str, Any]]:
-    """Facts of the kernels."""
     environment = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}
     script = Path(__file__).with_name("cross_compile.py")
     done = subprocess.run(
@@ -145,32 +140,3 @@ def test_kernels_compile_as_promised_for_a_gpu(capability: int) -> None:
     check_products(facts)
     check_rounding(facts)
     assert not over_budget(capability, facts)
-
-
-@pytest.mark.parametrize("capability", MAX_SHARED)
-def test_tiles_follow_the_shared_memory_of_the_device(
-    monkeypatch: pytest.MonkeyPatch, capability: int
-) -> None:
-    """The device's own figure, of which a program may have 1 KiB less. Stages are those of pages,
-    without and with probes."""
-    from paceline.kernels.triton.backend import attend_shape
-    from paceline.kernels.triton.tiles import Tiling
-
-    memory = MAX_SHARED[capability] + (1 << 10)
-    asked = []
-
-    def properties(device: torch.device) -> SimpleNamespace:
-        asked.append(device)
-        return SimpleNamespace(shared_memory_per_multiprocessor=memory)
-
-    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    device = torch.device("cuda", 1)
-    wide: Any = SimpleNamespace(shape=(8, 2048, 256), dtype=torch.bfloat16, device=device)
-    tiling = Tiling.of(4, wide, None)
-    stages = [
-        attend_shape(tiling, 256, 256, probes, tree=False, device=device)[0]["STAGES"]
-        for probes in (0, 1)
-    ]
-    little = capability in (86, 89, 120)
-    assert (tiling.keys, stages) == ((16, [4, 4]) if little else (32, [5, 4]))
-    assert set(asked) == {device}

@@ -108,7 +108,6 @@ class Pool:
         return cache
 
     def kv(self, recorded: Any, layer: int) -> CudaKv:
-        """A reader of a layer whose KV is recorded."""
         cache, planes = self.cache(), torch.stack(recorded.layer(layer))
         for index in range(3):
             for plane, rows in zip(cache.layer(index), planes, strict=True):
@@ -119,7 +118,6 @@ class Pool:
         return reader
 
     def states(self, recorded: Any) -> CudaStates:
-        """A reader of recorded states."""
         cache = self.cache(TapLayout.of(Taps(self.taps, 0), self.layout, 512))
         rows = recorded.states.unflatten(1, (len(self.taps), -1)).unbind(1)
         assert cache.taps is not None
@@ -433,8 +431,6 @@ VIEWS = ("select", "slice", "detach", "detach_", "lift_fresh", "to", "resolve_co
 
 
 class Operations(TorchDispatchMode):
-    """Names of the operations."""
-
     def __init__(self) -> None:
         super().__init__()
         self.found: list[str] = []

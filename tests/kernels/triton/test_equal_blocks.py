@@ -1,12 +1,10 @@
 """The work of a draft's levels is found with arrays, and is that of each block."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
 
-from paceline.kernels import EqualBlocks, LevelBlock, QueryBlock, plan_trees
+from paceline.kernels import EqualBlocks, LevelBlock, QueryBlock
 from paceline.kernels.trees import ContextBlock
 
 STARTS = (0, 1, 63, 255, 256, 700, 4096, 5000, 12288, 20_000)
@@ -35,21 +33,3 @@ def test_blocks_of_one_shape(
         assert mine.dtype == other.dtype
         assert mine.tolist() == other.tolist()
     assert _equal_work(blocks, tiling, found.part_rows // 2) is None, "it takes several launches"
-
-
-def test_a_plan_keeps_its_equal_blocks() -> None:
-    blocks = EqualBlocks(LevelBlock(0, 0, None, 20, levels=(4, 16)), np.array(STARTS))
-    plan, other = plan_trees(blocks), plan_trees(list(blocks))
-    assert plan.blocks is blocks
-    assert (plan.offsets, plan.longest) == (other.offsets, other.longest)
-    assert plan.positions.tolist() == other.positions.tolist()
-
-
-def test_other_blocks_are_planned_one_by_one() -> None:
-    from paceline.kernels.triton.tiles import Tiling, _equal_work, plan_work
-
-    tiling = Tiling.of(1, torch.empty(2, 1, 64), None)
-    blocks = [LevelBlock(0, 9, None, 2, levels=(2,)), LevelBlock(1, 9, None, 3, levels=(3,))]
-    assert _equal_work(blocks, tiling, 1 << 30) is None
-    assert _equal_work([QueryBlock(0, 9, None, 2)], tiling, 1 << 30) is None
-    assert len(plan_work(blocks, tiling, 64).tiles) == 2

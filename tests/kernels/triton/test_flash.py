@@ -1,7 +1,5 @@
 """Prompts by flash-attn, with a stand-in for the package."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 

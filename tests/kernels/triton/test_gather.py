@@ -1,7 +1,5 @@
 """Rows in pages are gathered by tables of places alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The comparison of rows that `make gpu-first` makes on a GPU, in Triton's interpreter."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

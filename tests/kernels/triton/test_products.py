@@ -1,7 +1,5 @@
 """Products of routed experts, and the steps around products of 8-bit integers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from plain_layers import keep_plain

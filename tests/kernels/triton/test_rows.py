@@ -1,7 +1,5 @@
 """Row kernels in Triton against the same in torch, whose caches they must fill alike."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from triton_cases import MILLION, in_far_pages, in_pages

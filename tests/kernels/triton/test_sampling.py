@@ -1,7 +1,5 @@
 """The sampling kernels name the tokens that the CPU names."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -54,15 +52,9 @@ COARSE = FINE | {"vocab": 1500, "coarse": True, "dtype": torch.bfloat16, "seed":
     room=st.sampled_from([8, 5000]),
 )
 def test_any_row_gets_the_token_of_the_contract(
-    params: list[SamplingParams],
-    position: int,
-    vocab: int,
-    coarse: bool,
-    dtype: torch.dtype,
-    seed: int,
-    bests: int,
-    room: int,
-) -> None:
+    params: list[SamplingParams], position: int, vocab: int, coarse: bool, dtype: torch.dtype,
+    seed: int, bests: int, room: int,
+) -> None:  # fmt: skip
     """Of one program with all candidates, or of several with too few."""
     from paceline.kernels.triton import backend
 

@@ -1,7 +1,5 @@
 """Caches to attend to, contiguous and in pages, and a backend that writes into poisoned memory."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -10,14 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.kernels import (
-    AttentionCall,
-    DeviceKernels,
-    PagedPlane,
-    Probe,
-    QueryBlock,
-    plan_trees,
-)
+from paceline.kernels import AttentionCall, DeviceKernels, PagedPlane, Probe, QueryBlock, plan_trees
 from paceline.kernels.caches import Plane
 
 
