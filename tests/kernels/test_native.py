@@ -28,9 +28,9 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(_native.VARIABLE, raising=False)
     monkeypatch.setattr(_compile, "PREBUILT", tmp_path / "prebuilt")
-    _native.cpu_kernels.cache_clear()
+    _native._load_kernels.cache_clear()
     yield tmp_path
-    _native.cpu_kernels.cache_clear()
+    _native._load_kernels.cache_clear()
 
 
 @needs_compiler
@@ -43,7 +43,7 @@ def test_it_is_compiled_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> No
     made = list(fresh.rglob("*"))
     before = {path: path.stat().st_mtime_ns for path in made}
     assert [path.suffix for path in made if path.is_file()] == [".so"]
-    _native.cpu_kernels.cache_clear()
+    _native._load_kernels.cache_clear()
     assert _native.library() is not None
     assert {path: path.stat().st_mtime_ns for path in fresh.rglob("*")} == before
 
@@ -141,7 +141,7 @@ def test_libraries_compiled_ahead_need_no_compiler(
     assert [path.name.split("-")[2] for path in made] == list(_compile.LEVELS)[:-1]
     monkeypatch.setenv("CC", "no-such-compiler")
     for level in _compile.levels_here()[:-1]:
-        _native.cpu_kernels.cache_clear()
+        _native._load_kernels.cache_clear()
         monkeypatch.setenv(_native.VARIABLE, level)
         assert (_native.cpu_kernels().level, _native.cpu_kernels().origin) == (level, "the wheel")
 

@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ NUMERICS = ("auto", "portable", "avx512_bf16", "amx")  # choices of `choose_nume
 
 # Numerics that levels have beside "portable", fastest first.
 _OWN_NUMERICS = {"amx": ("amx", "avx512_bf16"), "avx512bf16": ("avx512_bf16",)}
+
+_loading = Lock()
 
 _AT, _COUNT, _KEY = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64
 _FLOAT, _DOUBLE = ctypes.c_float, ctypes.c_double
@@ -89,14 +92,19 @@ def library() -> ctypes.CDLL:
     return cpu_kernels().library
 
 
-@cache
 def cpu_kernels() -> CpuKernels:
-    """Load the kernels, compiled first if necessary.
+    """Load the kernels, compiled first if necessary; any thread may call first.
 
     Raises:
         KernelsError: They cannot be compiled or loaded, or this processor does not have the level
             in ``PACELINE_CPU_LEVEL``.
     """
+    with _loading:  # a level is compared with plain C in memory that is not a thread's own
+        return _load_kernels()
+
+
+@cache
+def _load_kernels() -> CpuKernels:
     levels = _levels()
     if not _share_openmp():
         raise KernelsError(

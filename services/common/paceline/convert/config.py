@@ -86,7 +86,7 @@ def decoder_config(
         bos_token_id=hf.bos_token_id,
         dtype=dtype,
         kv_dtype=dtype,
-        weights=own if requested == "auto" else requested,
+        weights=own if requested in ("auto", "stored") else requested,
         norm_offset=family.norm_offset,
         gelu=_activation(hf) != "silu",
         gated=family.gated,

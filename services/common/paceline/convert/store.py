@@ -27,6 +27,7 @@ import paceline.convert
 import paceline.decoder
 import paceline.kernels
 from paceline.convert import open_model
+from paceline.convert.fastest import faster_weights
 from paceline.convert.folder_files import part_paths
 from paceline.convert.model_source import ModelSource, file_facts
 from paceline.convert.pack import Packer
@@ -196,8 +197,15 @@ def _make(entry: Path, path: Path, weights: str, lora: str, progress: Progress) 
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     model = read_entry(entry)
-    size = _size(entry) / 1e9
-    _log.info("%s is packed: %.2f GB in %s, which `paceline models` lists", path, size, entry)
+    faster = weights == "auto" and model.description.config.weights == "int8"
+    _log.info(
+        "%s is packed in %s%s: %.2f GB in %s, which `paceline models` lists",
+        path,
+        model.description.config.weights,
+        ", faster here than as stored" if faster else "",
+        _size(entry) / 1e9,
+        entry,
+    )
     return model
 
 
@@ -255,6 +263,10 @@ def _pack(
     source = open_model(path, lora)
     with about(source.path), torch.inference_mode():
         described = _described(source, lora, weights)
+        if weights == "auto":
+            faster = faster_weights(source, described.config, cores)
+            if faster != described.config.weights:
+                described = replace(described, config=source.config(faster))
         config = described.config
         packer, writer = _packer(source, config, "cpu"), PackedWriter(file)
         writer.add_outer(packer.outer())

@@ -1,0 +1,82 @@
+"""The faster format of a GGUF file's matrices on this processor: its blocks, or 8 bits."""
+
+from __future__ import annotations
+
+import os
+from time import perf_counter
+
+import torch
+
+from paceline.convert.model_source import ModelSource
+from paceline.convert.pack import Packer
+from paceline.decoder.config import DecoderConfig
+from paceline.decoder.device import map_on_cores
+from paceline.kernels.linear import PackedMatrix, multiply
+
+BLOCKS = "gguf"  # the format of a file whose matrices are in blocks
+
+_SMALL = 50 << 20  # bytes of a file below which nothing is measured
+_SAMPLE = 128 << 20  # bytes of matrices in 8 bits that are measured
+_GAIN = 0.95  # of the time of blocks that 8 bits may take
+# A request: so many passes of so many rows. A prompt in two chunks, then tokens one at a time and
+# in drafted rounds.
+_REQUEST = {256: 2, 1: 64, 8: 64}
+_TRIES = 3
+
+
+def faster_weights(source: ModelSource, config: DecoderConfig, cores: int) -> str:
+    """Return the format in which a request takes less time: that of ``config``, or "int8".
+
+    Layers are packed in both and multiplied on all cores. A small file stays in its blocks, as does
+    one whose 8 bits do not fit the memory that is free, and a mixture of experts.
+    """
+    weights = sum(config.layers * outs * ins for outs, ins in _shapes(config))
+    if config.weights != BLOCKS or config.experts or source.weight_bytes < _SMALL:
+        return config.weights
+    if 2 * weights > _free_bytes():
+        return config.weights
+    layers = max(1, min(config.layers, _SAMPLE * config.layers // weights))
+    formats = {"int8": source.config("int8"), config.weights: config}
+    matrices = {name: _matrices(source, each, layers, cores) for name, each in formats.items()}
+    times = dict.fromkeys(formats, 0.0)
+    for rows, passes in _REQUEST.items():
+        tries = [
+            {name: _pass(matrices[name], rows, cores) for name in formats} for _ in range(_TRIES)
+        ]
+        for name in formats:
+            times[name] += passes * min(each[name] for each in tries)
+    return "int8" if times["int8"] < _GAIN * times[config.weights] else config.weights
+
+
+def _shapes(config: DecoderConfig) -> list[tuple[int, int]]:
+    """The shapes of a layer's matrices, about."""
+    wide, hidden = config.intermediate, config.hidden
+    heads = config.q_heads * config.head_dim
+    return [(2 * heads, hidden), (3 * wide, hidden)]
+
+
+def _matrices(
+    source: ModelSource, config: DecoderConfig, layers: int, cores: int
+) -> list[PackedMatrix]:
+    packer = Packer(config, source.weights(config, "cpu"), "cpu")
+    parts = map_on_cores(packer.layer, range(layers), cores)
+    found = [part for layer in parts for part in layer.values()]
+    return [part for part in found if isinstance(part, PackedMatrix)]
+
+
+def _pass(matrices: list[PackedMatrix], rows: int, cores: int) -> float:
+    """The time of one pass of some rows through matrices. Unit: seconds."""
+    inputs = {matrix.ins: torch.randn(rows, matrix.ins) for matrix in matrices}
+
+    def run(core: int) -> None:
+        for matrix in matrices[core::cores]:
+            multiply(inputs[matrix.ins], matrix)
+
+    began = perf_counter()
+    map_on_cores(run, range(cores), cores)
+    return perf_counter() - began
+
+
+def _free_bytes() -> int:
+    """Memory that is free. Unit: bytes."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
