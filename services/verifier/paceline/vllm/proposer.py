@@ -223,7 +223,7 @@ class PacelineProposer:
         if not (nodes := self._budget(text, name)):
             return
         text.no_draft = NoDraft.EMPTY
-        text.timeout, wait = self._times(text, name)
+        text.timeout, wait = self._times(text)
         text.asked_service = not self._rests_now(text) and drafting.ask(text, nodes, now)
         if text.asked_service:
             drafting.waiting[text] = now + wait
@@ -239,14 +239,14 @@ class PacelineProposer:
             self._scheduler.budget_sent(text, 0)
         return nodes
 
-    def _times(self, text: VllmText, name: str) -> tuple[float, float]:
+    def _times(self, text: VllmText) -> tuple[float, float]:
         """How long a service may draft, and how long it is waited for: a fifth of a step more than
         it usually takes. A tree that comes later tells how long that is. Unit: seconds."""
         if (timeout := self._settings.own.timeout) is not None:
             return timeout, timeout
         step = self._step_seconds or _UNKNOWN_STEP
         at = text.at_drafter
-        usual = 0.0 if at is None else at.link.latency.get(name, 0.0)
+        usual = (at and at.usual) or 0.0
         return _MAX_WAIT * step, min(usual + _LATE_SHARE * step, _MAX_WAIT * step)
 
     def _rests_now(self, text: VllmText) -> bool:

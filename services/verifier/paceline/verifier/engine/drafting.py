@@ -38,7 +38,9 @@ _log = logging.getLogger(__name__)
 _USUAL = 1.3  # times the mean latency
 _TIMEOUT_FACTOR = 8.0  # default timeout of a tree, as a multiple of the drafter's mean latency
 
-_MIN_TIMEOUT, _MAX_TIMEOUT = 0.05, 2.0  # bounds of the default timeout. Unit: seconds.
+# Bounds of the default timeout. A version of which no tree has come yet has the maximum: its first
+# tree tells how long it takes. Unit: seconds.
+_MIN_TIMEOUT, _MAX_TIMEOUT = 0.05, 2.0
 
 _NEWEST = 0.2  # weight of the newest tree in the mean latency
 
@@ -95,8 +97,8 @@ class Link:
     late: int = 0
     # What is sent next.
     message: exchange_pb2.JoinResponse = field(default_factory=exchange_pb2.JoinResponse)
-    # Mean latency of trees by drafter. Unit: seconds.
-    latency: dict[str, float] = field(default_factory=dict)
+    # Mean latency of trees by version. Unit: seconds.
+    latency: dict[DrafterVersion, float] = field(default_factory=dict)
     # Trees and answers that were wrong, late or never came since the last tree that was taken. Of
     # several services that offer a drafter the one with the fewest gets a sequence.
     failures: int = 0
@@ -177,6 +179,11 @@ class SequenceAtDrafter:
     pending: bool = False  # whether its tree has not come
     budget: int = 0  # nodes that were requested at most
     traceparent: str = ""  # of the span of its newest round; empty if that is not traced
+
+    @property
+    def usual(self) -> float | None:
+        """Mean latency of its version's trees; None if none has come. Unit: seconds."""
+        return None if self.drafter is None else self.link.latency.get(self.drafter)
 
 
 @dataclass(slots=True)
@@ -368,9 +375,9 @@ class Drafting:
         longer than usual (time.perf_counter)."""
         asked = [job.at_drafter for job in self.waiting]
         return [
-            each.asked_at + _USUAL * each.link.latency[each.name]
+            each.asked_at + _USUAL * each.usual
             for each in asked
-            if each is not None and each.name in each.link.latency
+            if each is not None and each.usual is not None
         ]
 
     @property
@@ -509,8 +516,9 @@ class Drafting:
     def _timeout(self, sequence: SequenceAtDrafter) -> float:
         if sequence.job.timeout is not None:
             return sequence.job.timeout
-        mean = sequence.link.latency.get(sequence.name, 0.0)
-        return min(_MAX_TIMEOUT, max(_MIN_TIMEOUT, _TIMEOUT_FACTOR * mean))
+        if (usual := sequence.usual) is None:
+            return _MAX_TIMEOUT
+        return min(_MAX_TIMEOUT, max(_MIN_TIMEOUT, _TIMEOUT_FACTOR * usual))
 
     def _find(self, link: Link, number: int) -> SequenceAtDrafter | None:
         """An open sequence; None if it was closed. Raises ``ServiceError`` if the number was never
@@ -544,10 +552,11 @@ class Drafting:
             )
         now, job, link = perf_counter(), sequence.job, sequence.link
         sequence.pending = False
-        if sequence.round > 1:  # the first one has waited for its sequence to be opened
-            latency = now - sequence.asked_at
-            mean = link.latency.get(sequence.name, latency)
-            link.latency[sequence.name] = mean + _NEWEST * (latency - mean)
+        # The first one of a text that always drafts has waited for its sequence to be opened.
+        if sequence.drafter is not None and (sequence.round > 1 or not job.always_draft):
+            latency, usual = now - sequence.asked_at, sequence.usual
+            mean = latency if usual is None else usual + _NEWEST * (latency - usual)
+            link.latency[sequence.drafter] = mean
         if job not in self.waiting:
             return  # too late: its step went on
         try:
