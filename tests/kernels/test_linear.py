@@ -134,6 +134,19 @@ def test_blocks_in_tiles_have_the_bits_of_plain_c(
         from_rows.value = usual
 
 
+@given(groups=st.lists(st.integers(1, 150), min_size=1, max_size=40))
+@pytest.mark.parametrize("format", FORMATS)
+def test_groups_of_rows_fit_the_scratch_memory_of_experts(groups: list[int], format: str) -> None:
+    """The bound of ``experts.h``."""
+    matrix = make(random((32, 64)), format).matrix()
+
+    def scratch(rows: int) -> int:
+        return int(compiled(FASTEST).paceline_linear_scratch(ctypes.addressof(matrix), rows))
+
+    room = scratch(sum(groups)) + len(groups) * (16 * scratch(1) + 63)
+    assert sum(-(-scratch(rows) // 64) * 64 for rows in groups) <= room
+
+
 @settings(max_examples=40)
 @given(
     outs=st.integers(1, 70), ins=st.integers(1, 130), rows=st.integers(1, 100), seed=st.integers()

@@ -6,7 +6,7 @@
  * states (EAGLE-3, section 3) a token is read with the state of the position before it: the
  * target's, or the model's own output. Its slot is that position.
  *
- * How a tree grows is said in paceline.drafter.growth.beam, whose trees these are. */
+ * How a tree grows is said in paceline.drafter.growth.levels, whose trees these are. */
 #include <math.h>
 #include <stdlib.h>
 

@@ -95,10 +95,10 @@ static int64_t divide_product(Slots *s, const Matrix *matrix, int64_t room) {
   return items;
 }
 
-/* Bound of the activations of `slots` slots. */
+/* Bound of the activations of `slots` slots: tiles of a group are filled up with rows. */
 static int64_t experts_scratch(const Matrix *matrix, int64_t experts, int64_t slots) {
   const int64_t groups = experts < slots ? experts : slots;
-  return linear_scratch(matrix, slots) + groups * (linear_scratch(matrix, 1) + 63);
+  return linear_scratch(matrix, slots) + groups * (16 * linear_scratch(matrix, 1) + 63);
 }
 
 /* out [width] = the sum of y [slot, width] of a row's slots times its shares, in order of rank. */

@@ -30,10 +30,12 @@ static int64_t max_rows(const Matrix *m, int64_t rows) {
 }
 
 int64_t linear_scratch(const Matrix *m, int64_t rows) {
-  if (in_block_tiles(m, rows)) return row_tile_scratch(m, rows);
   if (rotated(m)) return rotated_scratch(m, rows);
   if (in_tiles(m)) return tile_scratch(m, rows);
-  return quantised(m) ? rows * (m->ins / QUANT_BLOCK) * (int64_t)sizeof(Activations) : 0;
+  if (!quantised(m)) return 0;
+  /* In tiles a row takes less, but ranges of rows are filled up: more rows never take less. */
+  if (in_block_tiles(m, rows)) rows += SIDE - 1;
+  return rows * (m->ins / QUANT_BLOCK) * (int64_t)sizeof(Activations);
 }
 
 int64_t linear_prepare_items(const Matrix *m, int64_t rows) {

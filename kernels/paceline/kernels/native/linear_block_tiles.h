@@ -16,12 +16,9 @@ typedef struct {
   float scale[SIDE], sum[SIDE]; /* see Factors */
 } RowTile;
 
-/* Bytes of prepared activations: RowTile [range][block]. */
-static int64_t row_tile_scratch(const Matrix *m, int64_t rows) {
-  const int64_t ranges = divide_up(rows, range_rows(rows, SIDE));
-  return ranges * (m->ins / QUANT_BLOCK) * (int64_t)sizeof(RowTile);
-}
+_Static_assert(sizeof(RowTile) <= SIDE * sizeof(Activations), "linear_scratch counts these");
 
+/* Prepared activations are RowTile [range][block]. */
 static void prepare_row_tile(const Matrix *m, const float *x, int64_t rows, void *scratch,
                              int64_t row) {
   const RowRange in = row_range(rows, SIDE, row);
