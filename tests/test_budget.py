@@ -14,9 +14,9 @@ BUDGET = {
     "kernels": 13_890,
     "services/common": 12_990,
     "services/verifier": 10_450,
-    "services/drafter": 12_660,
+    "services/drafter": 11_572,
     "client": 14_915,
-    "train": 5_830,
+    "train": 6_440,
     "bench": 7_055,
     "tests": 51_100,
 }  # maximum number of lines

@@ -113,8 +113,7 @@ async def test_a_process_loads_the_method_of_another_distribution(
 
 
 def test_training_imports_the_modules_without_the_services() -> None:
-    modules = "paceline.drafter.methods"
-    found = packages_after(f"import {modules}.longspec.module, {modules}.dspark.module")
+    found = packages_after("import paceline.train.modules")
     assert not {name for name in found if name.startswith("grpc")}
 
 
