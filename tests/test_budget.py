@@ -18,7 +18,7 @@ BUDGET = {
     "client": 14_915,
     "train": 6_440,
     "bench": 7_055,
-    "tests": 51_100,
+    "tests": 51_175,
 }  # maximum number of lines
 SLACK = 0.01  # a folder that is smaller than its budget by a larger share lowers it
 _PRODUCT = ("kernels", "services", "client")
