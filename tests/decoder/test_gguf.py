@@ -182,7 +182,7 @@ def test_a_matrix_without_whole_blocks(models: dict[str, Path], tmp_path: Path) 
         load_decoder(folder, "int4")
     with pytest.raises(UnsupportedModelError, match=r"down' cannot be in int8: it has 84 inputs"):
         load_decoder(folder, "int8")
-    with pytest.raises(UnsupportedModelError, match="'int7', expected one of auto, float32"):
+    with pytest.raises(UnsupportedModelError, match="'int7', expected one of auto, stored"):
         load_config(models["llama"], "int7")
 
 
