@@ -75,7 +75,7 @@ def test_a_step_is_bound_by_bytes_or_by_operations(
     config, model = load_config(target, "float32"), LlamaForCausalLM.from_pretrained(target)
     matrices = [each for each in model.parameters() if each.dim() == 2]
     count = sum(each.numel() for each in matrices) - model.model.embed_tokens.weight.numel()
-    roofline = Roofline(config, weights, "avx2", 1)
+    roofline = Roofline(config, weights, "avx2", 1, Path())
 
     def ms(read: float, linear: float, attention: float, context: int, rows: int) -> float:
         monkeypatch.setattr(roofline, "_rates", lambda: [read, linear, attention])

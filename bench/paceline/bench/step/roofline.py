@@ -30,21 +30,27 @@ class Roofline:
     """An engine that is as fast as the machine allows.
 
     Weights and KV are read once a step; the head stays in 8 bit under int4. Attention computes
-    in float32, but with tiles for a bfloat16 model, and with the dot product of AVX512_BF16 for all
-    whose KV is bfloat16. Figures contain the machine's rates too.
+    in float32, but with tiles or the dot product of AVX512_BF16 for models whose KV is bfloat16.
+    Blocks of a GGUF file take its size. Figures contain the machine's rates too.
     """
 
-    def __init__(self, config: DecoderConfig, weights: str, level: str, threads: int) -> None:
+    def __init__(
+        self, config: DecoderConfig, weights: str, level: str, threads: int, target: Path
+    ) -> None:
         self.name = f"roofline {weights}"
+        weights = config.weights if weights == "stored" else weights
         self._config, self._threads = config, threads
         matrices = 2 * (config.q_heads + config.kv_heads) * config.head_dim
         self._layers = config.layers * config.hidden * (matrices + 3 * config.intermediate)
         self._head = config.hidden * config.vocab_size
-        head_bytes = _BYTES["int8" if weights == "int4" else weights]
-        self._bytes = self._layers * _BYTES[weights] + self._head * head_bytes
+        if weights in _BYTES:
+            head_bytes = _BYTES["int8" if weights == "int4" else weights]
+            self._bytes = self._layers * _BYTES[weights] + self._head * head_bytes
+        else:
+            self._bytes = float(target.stat().st_size)
         floats, halves, blocks = PEAKS[level]
         linear = {"float32": floats, "bfloat16": halves}.get(weights, blocks)
-        own = weights == "bfloat16" or (level == "avx512bf16" and weights != "float32")
+        own = weights == "bfloat16" or (level in ("amx", "avx512bf16") and weights != "float32")
         attention = halves if own else floats
         self._probes = (f"read:{self._bytes:.0f}", linear, attention)
         self._folder: tempfile.TemporaryDirectory[str] | None = None

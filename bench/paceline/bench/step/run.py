@@ -188,7 +188,8 @@ def run(args: argparse.Namespace) -> int:
         paceline = PacelineEngine(models.target, weights, synthetic=args.synthetic, cold=args.cold)
         config = paceline.decoder.config
         engines.append(paceline)
-        engines += [Roofline(config, weights, level, threads)] if level in PEAKS else []
+        if level in PEAKS:
+            engines.append(Roofline(config, weights, level, threads, models.target))
     longest = max(args.contexts) if args.synthetic else config.max_position - max(args.rows)
     contexts = [each for each in args.contexts if each <= longest]
     if not contexts:
