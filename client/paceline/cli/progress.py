@@ -17,13 +17,18 @@ _FIRST, _EVERY = 2.0, 10.0
 
 
 @contextmanager
-def waiting(what: Callable[[], str], say: Callable[[str], None] | None = None) -> Iterator[None]:
+def waiting(
+    what: Callable[[], str],
+    say: Callable[[str], None] | None = None,
+    share: Callable[[], float] | None = None,
+) -> Iterator[None]:
     """Show on a terminal, with a bar and the time, what the body waits for; elsewhere say it when
     it has lasted for a while, and from time to time then.
 
     Args:
         what: Describes it now. Called on another thread.
         say: Where there is no terminal; None: a line on stderr.
+        share: How much of it is done, from 0 to 1; None if nobody knows. Called there too.
     """
     console, began, ended = Console(stderr=True), monotonic(), threading.Event()
     bar = Progress(
@@ -33,12 +38,13 @@ def waiting(what: Callable[[], str], say: Callable[[str], None] | None = None) -
         redirect_stdout=False,
         disable=not console.is_terminal,
     )
-    task = bar.add_task(what(), total=None)
+    task = bar.add_task(what(), total=None if share is None else 1.0)
 
     def show() -> None:
         if console.is_terminal:
             while not ended.wait(0.2):
-                bar.update(task, description=what())
+                done = None if share is None else share()
+                bar.update(task, description=what(), completed=done)
             return
         pause = _FIRST
         while not ended.wait(pause):

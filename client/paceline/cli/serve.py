@@ -24,6 +24,7 @@ from typing import Any
 import grpc
 
 from paceline.cli.command import CommandError, added_by, exit_with, refuse_options
+from paceline.cli.fetch import FetchError, fetch
 from paceline.cli.main import main
 from paceline.cli.progress import described, waiting
 from paceline.cli.service_process import (
@@ -41,7 +42,7 @@ from paceline.cli.services import (
     gateway_options,
     load_arguments,
 )
-from paceline.cli.shipped import models_folder, only_looks_up
+from paceline.cli.shipped import models_folder, only_looks_up, smaller_model
 from paceline.client import InvalidRequestError, TlsOptions
 from paceline.drafter import DrafterSpec, LoadError
 from paceline.harness import (
@@ -54,7 +55,7 @@ from paceline.harness import (
     model_of,
     with_port,
 )
-from paceline.harness.models import MODEL, drafter_spec, local_model
+from paceline.harness.models import MODEL, MODELS, drafter_spec, local_model, name_of
 from paceline.service import ServerOptions, check_address, configure_logging
 from paceline.service.options import (
     OptionsError,
@@ -132,9 +133,9 @@ class Restarted:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", nargs="?", type=local_model, metavar="MODEL", help=MODEL)
+    add("model", nargs="?", type=_model, metavar="MODEL", help=MODEL)
     # What a config file gives as the verifier's target.
-    add("--target", type=local_model, help=argparse.SUPPRESS)
+    add("--target", type=_model, help=argparse.SUPPRESS)
     add("--open", action="store_true", help="open the gateway's page in a browser")
     add(
         "--verifier-address",
@@ -156,6 +157,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(log_level=None)
 
 
+def _model(text: str) -> Path:
+    """Type of an argument that takes a model, as `local_model`; a named one is fetched later."""
+    return MODELS[text].path if text in MODELS else local_model(text)
+
+
 def _add_drafter_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("drafter").add_argument
     add(
@@ -170,9 +176,10 @@ def _add_drafter_arguments(parser: argparse.ArgumentParser) -> None:
         type=drafter_spec,
         metavar="[NAME=]METHOD[:DIR][,KEY=VALUE...]",
         help="drafter to load; repeatable, the first is the default one (default: those that ship "
-        "for MODEL and ngram; where there are none, selfspec and ngram on a CPU in bfloat16 and "
-        "float32, and else no drafter service: the verifier looks up by itself). Its name is that "
-        "of the method unless given",
+        "for MODEL and ngram, or a smaller model with its tokenizer: that of its name, or one "
+        "beside it; where there are none, selfspec and ngram on a CPU in bfloat16 and float32, and "
+        "else no drafter service: the verifier looks up by itself). Its name is that of the method "
+        "unless given. none: start no drafter service",
     )
     add(
         "--drafter-device",
@@ -229,10 +236,13 @@ def _run(args: argparse.Namespace) -> int:
     if args.gateway_address == "none":
         unused = {"open", *added_by(_add_gateway_arguments)}
         refuse_options(args, "with --gateway-address none", unused, but=("gateway_address",))
+    if args.drafter == ["none"]:
+        refuse_options(args, "with --drafter none", {"drafter_device", "root"})
     if args.log_level is None:
         on_terminal = sys.stderr.isatty() and args.log_format != "json"
         args.log_level = "warning" if on_terminal else "info"
     configure_logging(args.log_format, args.log_level, "serve")
+    _fetch(model, with_drafter=not args.drafter)
     print(
         f"loading {described(model)}; the first start on a machine also measures its steps and "
         "compiles kernels, and keeps both",
@@ -244,6 +254,15 @@ def _run(args: argparse.Namespace) -> int:
     with waiting(lambda: "reading the model", logger.info):
         _check(args, model)
         needs_drafter = _needs_drafter(args, model)
+        with exit_with(2, OSError, LoadError):
+            chosen = needs_drafter and not args.drafter
+            smaller = smaller_model(model, args.lora) if chosen else None
+    if smaller is not None:
+        print(
+            f"drafting with {described(smaller)}, which has its tokenizer; --drafter none turns it "
+            "off",
+            flush=True,
+        )
     verifier, drafter = args.verifier_address, args.drafter_address
     target = [f"--target={model}", *to_words(args, VerifierOptions), *_common(args, 0)]
     processes = [_service("verifier", verifier, target)]
@@ -286,6 +305,21 @@ def _run(args: argparse.Namespace) -> int:
         return Supervisor(processes, joined, ready).run()
 
 
+def _fetch(model: Path, *, with_drafter: bool) -> None:
+    """Fetch a named model that is not there, and the drafter that is known for it. Raises
+    CommandError if there is no model then; without the drafter a warning is logged."""
+    named = MODELS.get(name_of(model) or "")
+    if named is None or model != named.path:
+        return
+    with exit_with(2, FetchError, OSError):
+        fetch(named)
+    if with_drafter and named.drafter is not None:
+        try:
+            fetch(MODELS[named.drafter])
+        except (FetchError, OSError) as error:
+            logger.warning("serving without the drafter %s: %s", named.drafter, error)
+
+
 def _check(args: argparse.Namespace, model: Path) -> None:
     """Raises CommandError for arguments that a service would refuse, before anything starts."""
     with exit_with(2, OptionsError, ValueError, OSError, LoadError):
@@ -302,19 +336,31 @@ def _check(args: argparse.Namespace, model: Path) -> None:
         VerifierOptions(**given_options(args, VerifierOptions), threads=args.threads)
         set_torch_environment(args.threads)
         _import_once()
-        from paceline.convert import open_model  # it imports torch, which reads the environment
+        # They import torch, which reads the environment.
+        from paceline.convert import open_model
+        from paceline.drafter.methods.checkpoint import read_fit
 
-        open_model(model, args.lora).config()
-        for text in args.drafter or ():
+        target = open_model(model, args.lora)
+        target.config()
+        for text in () if args.drafter == ["none"] else args.drafter or ():
             spec = DrafterSpec.parse(text)
             if missing := [str(each) for each in spec.folders if not each.exists()]:
                 raise OptionsError(f"--drafter {text}: there is no {missing[0]}")
+            if spec.method == "lm" and spec.folder is not None:
+                digests = {read_fit(spec.folder).tokenizer_digest, target.tokenizer_digest}
+                if len(digests - {""}) > 1:
+                    raise OptionsError(
+                        f"--drafter {text}: its tokenizer is not that of {model}; a small model "
+                        "drafts for targets with its own"
+                    )
 
 
 def _needs_drafter(args: argparse.Namespace, model: Path) -> bool:
     """Whether a drafter service has something to do: it was asked for, or there is something better
     than what the verifier guesses by itself. Raises CommandError if a drafter that ships is
     damaged."""
+    if args.drafter == ["none"]:
+        return False
     if any((args.drafter, args.drafter_device, args.root)):
         return True
     if "ngram" not in VerifierOptions(**given_options(args, VerifierOptions)).sources:

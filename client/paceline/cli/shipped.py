@@ -1,13 +1,14 @@
-"""Drafters that ship with the project for a target."""
+"""Drafters for a target where none is named: those that ship, or a smaller model beside it."""
 
 from __future__ import annotations
 
 import functools
 import json
+import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
     from paceline.convert import ModelSource
@@ -15,6 +16,11 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+logger = logging.getLogger("paceline.cli")
+
+# Unit: bytes. A target of fewer has no smaller model that is worth a step.
+_MIN_TARGET = 500_000_000
 
 _LARGE = 1 << 26  # weights from which on a step of a CPU takes as long as reading them, in bytes
 
@@ -49,7 +55,8 @@ def drafters_for(
 ) -> list[str]:
     """What to load for a target: the drafters trained for it, its own heads (`mtp`), and `ngram`.
 
-    A CPU runs trained drafters in 8 or 4 bits. Without any, `ngram`, and on a CPU
+    A CPU runs trained drafters in 8 or 4 bits. Without any, the :func:`smaller_model` as `lm` if
+    there is one, and `ngram`. Without both, `ngram`, and on a CPU
     `selfspec` with the target's own weights in 4 bits: on a GPU that is a second copy in the
     verifier's format. The default of a large target on a CPU is by its format. Imports torch.
 
@@ -88,6 +95,8 @@ def drafters_for(
     trained = [described(method, folder) for method, folder in found]
     if _has_heads(model):
         trained.append(described(method_class("mtp"), None))
+    if smaller := smaller_model(target, lora):
+        return [f"lm=lm:{smaller}{',weights=int4' if on_cpu else ''}", "ngram=ngram"]
     own = f"selfspec=selfspec:{target},weights=int4{adapter}"
     load = [*trained, "ngram=ngram"]
     recurrent = bool(model.config(weights).delta_layers)  # selfspec refuses such a target
@@ -107,19 +116,78 @@ def only_looks_up(
     target: Path, *, on_gpu: bool, weights: str = "auto", lora: Path | None = None
 ) -> bool:
     """Whether the best of :func:`drafters_for` is look-up, none was trained for the target, and it
-    has no heads of its own: then a verifier with local sources needs no drafter service.
+    has no heads of its own and no smaller model: then a verifier with local sources needs no
+    drafter service.
 
     Arguments and errors are as there; ``on_gpu``: the machine has a GPU.
     """
     from paceline.convert import open_model
 
     model = open_model(target, lora)
-    if next(_fitting(target, model), None) is not None or _has_heads(model):
+    if _has_trained(target, model) or smaller_model(target, lora) is not None:
         return False
     if model.config(weights).delta_layers:  # selfspec refuses it
         return True
     large = model.weight_bytes >= _LARGE and not on_gpu
     return not large or _FIRST[model.config(weights).weights] != "selfspec"
+
+
+@_on_a_thread
+def smaller_model(target: Path, lora: Path | None = None) -> Path | None:
+    """The model that :func:`drafters_for` loads as `lm`, or None: the largest one beside the target
+    with the same tokenizer and at most half its size, if no drafter was trained for the target.
+
+    A target below `_MIN_TARGET` has none. Another format of the target is none either. What does
+    not fit is logged at debug level.
+    """
+    from paceline.convert import open_model
+    from paceline.decoder import UnsupportedModelError
+    from paceline.drafter.methods.base import LoadError
+
+    model = open_model(target, lora)
+    if model.weight_bytes < _MIN_TARGET or _has_trained(target, model):
+        return None
+    candidates: list[tuple[int, Path]] = []
+    for path in sorted(target.parent.iterdir()):
+        if path.is_dir() or path.suffix == ".gguf":
+            try:
+                candidates.append((_smaller_bytes(path, model), path))
+            except (LoadError, UnsupportedModelError, OSError, ValueError) as error:
+                logger.debug("%s is no drafter for %s: %s", path, target, error)
+    return max(candidates)[1] if candidates else None
+
+
+def _smaller_bytes(path: Path, target: ModelSource) -> int:
+    """The size of a model's weights, in bytes. Raises ValueError if it does not draft for a target,
+    and what reading it raises."""
+    from paceline.convert import open_model
+    from paceline.convert.folder_files import part_paths
+    from paceline.convert.model_source import file_facts
+    from paceline.decoder.remembered import remembered
+    from paceline.drafter.methods.base import SECTION
+    from paceline.drafter.methods.checkpoint import refuse_recurrent
+
+    if path.is_dir() and SECTION in json.loads((path / "config.json").read_text()):
+        raise ValueError("it was trained for one target")
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else part_paths(path)
+    size = sum(file.stat().st_size for file in files)
+    if not 0 < 2 * size <= target.weight_bytes:
+        raise ValueError(f"it has {size} bytes of weights; at most half the target's are expected")
+
+    def describe() -> list[Any]:
+        model = open_model(path)
+        config = model.config()
+        refuse_recurrent("lm", config)
+        return [model.tokenizer_digest, config.layers, config.hidden]
+
+    files += sorted(path.glob("*.json"))
+    digest, *shape = remembered(("smaller", *map(file_facts, files)), describe)
+    if not digest or digest != target.tokenizer_digest:
+        raise ValueError(f"its tokenizer is {digest or 'missing'}, not {target.tokenizer_digest}")
+    config = target.config()
+    if shape == [config.layers, config.hidden]:
+        raise ValueError("it is the same model in another format")
+    return size
 
 
 def models_folder() -> Path | None:
@@ -134,6 +202,10 @@ def _accepted_length(folder: Path) -> float:
     described = json.loads((folder / "config.json").read_text())
     training = described.get("paceline", {}).get("training", {})
     return float(training.get("accepted_length", 0.0))
+
+
+def _has_trained(target: Path, model: ModelSource) -> bool:
+    return next(_fitting(target, model), None) is not None or _has_heads(model)
 
 
 def _has_heads(model: ModelSource) -> bool:

