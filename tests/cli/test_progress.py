@@ -39,3 +39,17 @@ def test_a_terminal_shows_a_bar_and_clears_it(monkeypatch: pytest.MonkeyPatch) -
         pass
     assert "reading [the] weights" in screen.getvalue()
     assert "\x1b[2K" in screen.getvalue(), "the line is cleared"
+
+
+def test_the_bar_shows_how_much_is_done_if_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen, shown = io.StringIO(), threading.Semaphore(0)
+    terminal = Console(file=screen, force_terminal=True, width=100, legacy_windows=False)
+    monkeypatch.setattr(progress, "Console", lambda **_: terminal)
+
+    def share() -> float:
+        shown.release()
+        return 0.5
+
+    with progress.waiting(lambda: "fetching", share=share):
+        assert all(shown.acquire(timeout=60) for _ in range(2)), "the first is shown now"
+    assert "\u2501" * 20 + "\x1b[0m" in screen.getvalue(), "half of a bar of 40 characters"

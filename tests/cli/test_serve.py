@@ -32,6 +32,7 @@ from paceline.v1 import exchange_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 
 from .conftest import serving
 
+DEMO_LM = Path(__file__).parents[2] / "models" / "demo" / "lm"
 OPTION = "--no-prefix-caching"  # an option of the verifier
 OF_GATEWAY = ("--cors-origin=http://a", "--cors-origin=http://b", "--max-requests=7", "--strict")
 
@@ -315,6 +316,7 @@ def test_a_failed_start_ends_with_code_2(
     ("words", "reason"),
     [
         (["--drafter", "lm:/nowhere"], "--drafter lm:/nowhere: there is no /nowhere"),
+        (["--drafter", f"lm:{DEMO_LM}"], "its tokenizer is not that of"),
         (["--drafter", "none", "--drafter", "ngram"], "'none' is not a valid drafter name"),
         (["--drafter", "none", "--root", "."], "--root has no effect with --drafter none"),
         (["--lease-seconds", "-1"], "lease_seconds is -1.0"),
