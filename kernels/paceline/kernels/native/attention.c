@@ -155,11 +155,11 @@ static Buffers lay_out(const Tile *t, Parts *p) {
   Buffers m;
   m.q = add_floats(p, rows * dim);
   m.panel = add_floats(p, CHUNK * dim);
-  m.scores = add_floats(p, rows * STRIDE);
+  m.scores = add_floats(p, (rows + SIDE) * STRIDE); /* tiles of a path begin at any row */
   m.tree = add_floats(p, rows * t->tree_columns);
   m.part = add_floats(p, t->rows * t->width);
   m.total = add_floats(p, t->rows * t->width);
-  forbid_columns(m.scores, rows, STRIDE, CHUNK);
+  forbid_columns(m.scores, rows + SIDE, STRIDE, CHUNK);
   forbid_columns(m.part, t->rows, t->width, t->plan->dim + 2);
   forbid_columns(m.total, t->rows, t->width, t->plan->dim + 2);
   return m;

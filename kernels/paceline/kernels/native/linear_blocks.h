@@ -101,7 +101,7 @@ INLINE void unpack_blocks(const QuantisedFormat f, int32_t offset, const char *b
                           UnpackedPanel *out) {
   const int64_t panel = QUANT_BLOCK * PANEL / (f.four ? 2 : 1), factor = f.f16 ? 2 : 4;
   const int64_t bytes = 2 * panel + PAIR * factor * (f.minima ? 2 : 1);
-  const ivec less = splat_i32(offset * 0x01010101);
+  const ivec less = splat_i32((int32_t)((uint32_t)offset * 0x01010101u));
 #pragma GCC unroll 1
   for (const char *end = block + count * bytes; block < end; block += bytes)
 #pragma GCC unroll 1
