@@ -45,6 +45,17 @@ def test_nothing_is_measured_for_a_small_file_or_without_memory(
     assert prepare(file).description.config.weights == "gguf"
 
 
+def test_a_model_without_a_form_in_8_bits_stays_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """84 inputs are no multiple of 8, and of no block either: that matrix is stored in floats."""
+    folder = save_model(tmp_path / "model", "llama", intermediate_size=84)
+    kinds = {f"blk.{layer}.ffn_down.weight": Kind.F32 for layer in range(4)}
+    file = write_gguf(tmp_path / "model.gguf", folder, Kind.Q4_1, kinds)
+    monkeypatch.setattr(fastest, "_SMALL", 0)
+    assert prepare(file).description.config.weights == "gguf"
+
+
 def test_real_products_are_timed(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fastest, "_SMALL", 0)
     assert prepare(file).description.config.weights in ("gguf", "int8")

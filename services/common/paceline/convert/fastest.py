@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
+from contextlib import suppress
+from pathlib import Path
 from time import perf_counter
 
 import torch
 
 from paceline.convert.model_source import ModelSource
 from paceline.convert.pack import Packer
-from paceline.decoder.config import DecoderConfig
+from paceline.decoder.config import DecoderConfig, UnsupportedModelError
 from paceline.decoder.device import map_on_cores
 from paceline.kernels.linear import PackedMatrix, multiply
 
@@ -37,7 +38,10 @@ def faster_weights(source: ModelSource, config: DecoderConfig, cores: int) -> st
         return config.weights
     layers = max(1, min(config.layers, _SAMPLE * config.layers // weights))
     formats = {"int8": source.config("int8"), config.weights: config}
-    matrices = {name: _matrices(source, each, layers, cores) for name, each in formats.items()}
+    try:
+        matrices = {name: _matrices(source, each, layers, cores) for name, each in formats.items()}
+    except UnsupportedModelError:  # matrices of these shapes have no form in 8 bits
+        return config.weights
     times = dict.fromkeys(formats, 0.0)
     for rows, passes in _REQUEST.items():
         tries = [
@@ -78,5 +82,9 @@ def _pass(matrices: list[PackedMatrix], rows: int, cores: int) -> float:
 
 
 def _free_bytes() -> int:
-    """Memory that is free. Unit: bytes."""
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Memory that is free without swapping; 0 where Linux does not say it. Unit: bytes."""
+    with suppress(OSError):
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    return 0
