@@ -18,7 +18,7 @@ BUDGET = {
     "client": 15_140,
     "train": 6_440,
     "bench": 7_055,
-    "tests": 51_335,
+    "tests": 51_340,
 }  # maximum number of lines
 SLACK = 0.01  # a folder that is smaller than its budget by a larger share lowers it
 _PRODUCT = ("kernels", "services", "client")

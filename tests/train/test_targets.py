@@ -50,7 +50,9 @@ def test_a_target_of_every_form_writes_conversations(
     (target / "chat_template.jinja").write_text(TEMPLATE)
     given = str(target if form == "folder" else as_file(target))
     if form == "name":
-        monkeypatch.setitem(models.MODELS, "tiny", models.NamedModel("a-package", "t.gguf", ""))
+        monkeypatch.setitem(
+            models.MODELS, "tiny", models.NamedModel("t.gguf", ("a-package",), 1, "")
+        )
         monkeypatch.setattr(models.NamedModel, "path", Path(given))
         given = "tiny"
     monkeypatch.setattr(cli, "_HELDOUT_FILES", 2)
