@@ -121,7 +121,7 @@ def test_a_level_that_differs_from_plain_c_is_not_used(
     sources = fresh / "native"
     shutil.copytree(_compile.SOURCES, sources)
     right = (sources / "linear_blocks.h").read_text()
-    wrong = right.replace("FORMAT_KERNELS(q8_rows, 0,", "FORMAT_KERNELS(q8_rows, 1,")  # as 4 bits
+    wrong = right.replace("FORMAT_KERNELS(q8_f16, 0,", "FORMAT_KERNELS(q8_f16, 1,")  # as 4 bits
     assert wrong != right
     (sources / "linear_blocks.h").write_text(wrong)
     monkeypatch.setattr(_compile, "SOURCES", sources)
