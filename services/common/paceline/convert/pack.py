@@ -15,7 +15,7 @@ from paceline.convert.families import (
     delta_outs,
     layer_shapes,
 )
-from paceline.convert.weights import Weight, WeightsOf, fuse, in_int8, in_order, plain, take
+from paceline.convert.weights import Weight, fuse, in_int8, in_order, plain, take
 from paceline.decoder.config import DecoderConfig, UnsupportedModelError
 from paceline.decoder.linear import Linear, is_rotated
 from paceline.decoder.packed import Part
@@ -30,11 +30,6 @@ class Packer:
         self, config: DecoderConfig, weights: Mapping[str, Weight], device: torch.device | str
     ) -> None:
         self._config, self._weights, self._device = config, weights, torch.device(device)
-
-    @property
-    def kept(self) -> str:
-        """In words, what of the parts packed so far is not in the format that was asked for."""
-        return self._weights.kept if isinstance(self._weights, WeightsOf) else ""
 
     def outer(self) -> dict[str, Part]:
         """The parts beside the layers: "embedding" unless the head is used as one, "head" and

@@ -278,7 +278,7 @@ def _pack(
 
         map_on_cores(pack_layer, range(config.layers), cores)
         writer.finish()
-    return replace(described, weights_kept=packer.kept), source.tokenizer
+    return described, source.tokenizer
 
 
 def _entry(path: Path, weights: str, lora: str, code: str) -> Path:

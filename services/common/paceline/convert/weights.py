@@ -100,13 +100,6 @@ class WeightsOf(Tensors[Weight]):
             return found
         return plain(found, self._dtype).to(self._device)
 
-    @property
-    def kept(self) -> str:
-        """In words, which matrices are in another format than the one asked for; empty if none."""
-        if self._device.type == "cpu" or self._weights != "int4":
-            return ""
-        return f"matrices in {str(self._dtype).removeprefix('torch.')}, of the values of int4"
-
 
 def plain(weight: Weight, dtype: torch.dtype) -> Tensor:
     """A weight as a tensor of a type."""
