@@ -40,8 +40,7 @@ class Roofline:
         self.name = f"roofline {weights}"
         weights = config.weights if weights == "stored" else weights
         self._config, self._threads = config, threads
-        matrices = 2 * (config.q_heads + config.kv_heads) * config.head_dim
-        self._layers = config.layers * config.hidden * (matrices + 3 * config.intermediate)
+        self._layers = config.layer_weights
         self._head = config.hidden * config.vocab_size
         if weights in _BYTES:
             head_bytes = _BYTES["int8" if weights == "int4" else weights]

@@ -31,7 +31,7 @@ def faster_weights(source: ModelSource, config: DecoderConfig, cores: int) -> st
     Layers are packed in both and multiplied on all cores. A small file stays in its blocks, as does
     one whose 8 bits do not fit the memory that is free, and a mixture of experts.
     """
-    weights = sum(config.layers * outs * ins for outs, ins in _shapes(config))
+    weights = config.layer_weights
     if config.weights != BLOCKS or config.experts or source.weight_bytes < _SMALL:
         return config.weights
     if 2 * weights > _free_bytes():
@@ -50,13 +50,6 @@ def faster_weights(source: ModelSource, config: DecoderConfig, cores: int) -> st
         for name in formats:
             times[name] += passes * min(each[name] for each in tries)
     return "int8" if times["int8"] < _GAIN * times[config.weights] else config.weights
-
-
-def _shapes(config: DecoderConfig) -> list[tuple[int, int]]:
-    """The shapes of a layer's matrices, about."""
-    wide, hidden = config.intermediate, config.hidden
-    heads = config.q_heads * config.head_dim
-    return [(2 * heads, hidden), (3 * wide, hidden)]
 
 
 def _matrices(

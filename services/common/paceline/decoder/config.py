@@ -113,6 +113,12 @@ class DecoderConfig:
         return self.q_heads // self.kv_heads
 
     @property
+    def layer_weights(self) -> int:
+        """Number of weights in the matrices of all layers, with one expert and without gates."""
+        attention = 2 * (self.q_heads + self.kv_heads) * self.head_dim
+        return self.layers * self.hidden * (attention + 3 * self.intermediate)
+
+    @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of keys and values of one token over all layers that have them."""
         row = row_width(self.head_dim, self.kv_dtype) * self.kv_dtype.itemsize
