@@ -4,6 +4,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,12 @@ settings.load_profile("paceline")
 
 
 def pytest_collection_finish() -> None:
-    """What only GPUs have, such as KV in pages, runs by the reference kernels on the CPU."""
+    """Children that pack tiny models are forks of one process that has imported all modules.
+    What only GPUs have, such as KV in pages, runs by the reference kernels on the CPU."""
+    if sandbox := sys.modules.get("paceline.convert.sandbox"):
+        preloaded = ["paceline.convert.store", "transformers.models.llama.configuration_llama"]
+        sandbox.START_METHOD = "forkserver"
+        get_context("forkserver").set_forkserver_preload(preloaded)
     if "paceline.kernels" in sys.modules:
         from paceline.bench import reference
 

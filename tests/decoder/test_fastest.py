@@ -9,7 +9,7 @@ from decoder_cases import save_model
 from gguf import GGMLQuantizationType as Kind
 from gguf_files import write_gguf
 
-from paceline.convert import fastest
+from paceline.convert import fastest, store
 from paceline.convert.store import prepare
 
 
@@ -19,7 +19,8 @@ def file(tmp_path: Path) -> Path:
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float]) -> None:
-    """Passes take so long, by the format of the first matrix."""
+    """Passes take so long, by the format of the first matrix, here and not in a child."""
+    monkeypatch.setattr(store, "run_in_child", lambda work, *_, progress, **__: work(progress))
     monkeypatch.setattr(fastest, "_SMALL", 0)
     monkeypatch.setattr(fastest, "_pass", lambda matrices, *_: seconds[matrices[0].format])
 

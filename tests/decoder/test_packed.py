@@ -1,20 +1,24 @@
 """Packed models: the same bits as in memory, kept in the cache folder, made again if damaged."""
 
 import errno
+import logging
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
+from typing import BinaryIO
 
 import pytest
 import torch
 from decoder_cases import FAMILIES
 from gguf_files import write_gguf
 
-from paceline.convert import convert, load_decoder, open_model, prepare, store
-from paceline.convert.sandbox import run_in_child
+from paceline.convert import convert, load_decoder, open_model, prepare, sandbox, store
+from paceline.convert.sandbox import Progress, run_in_child
 from paceline.convert.weights import plain
 from paceline.decoder import Decoder, LocalCache, UnsupportedModelError, read_converted
 from paceline.decoder.linear import Linear
@@ -130,14 +134,14 @@ def test_a_folder_that_cannot_be_written_costs_nothing(
     packed: Path, error: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = logits(load_decoder(TARGET))
-    pwrite = os.pwrite
+    pack = store._pack_in_child
 
-    def refuse(file: int, data: bytes, offset: int) -> int:
-        if str(packed) in os.readlink(f"/proc/self/fd/{file}"):
+    def refuse(path: Path, weights: str, lora: str, file: BinaryIO, say: Progress) -> object:
+        if str(packed) in str(file.name):
             raise OSError(error, os.strerror(error))
-        return pwrite(file, data, offset)
+        return pack(path, weights, lora, file, say)
 
-    monkeypatch.setattr(os, "pwrite", refuse)
+    monkeypatch.setattr(store, "_pack_in_child", refuse)
     assert logits(prepare(TARGET).decoder()).equal(expected)
     assert "make room" in caplog.text
     assert not list(packed.iterdir())
@@ -209,19 +213,63 @@ def test_other_files_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     os.close(file)
 
 
-def test_a_child_that_takes_too_much_is_ended() -> None:
-    def wait(_: Callable[[int, int], None]) -> None:
-        while True:
-            pass
+def run_for_ever(_: Progress) -> None:
+    while True:
+        pass
 
-    with pytest.raises(UnsupportedModelError, match="it takes more than 0 s"):
-        run_in_child(wait, "it", seconds=0.1, memory=1 << 30)
+
+def take_memory(_: Progress) -> bytearray:
+    return bytearray(2 << 30)
+
+
+def end_by_a_signal(_: Progress) -> None:
+    os.kill(os.getpid(), 9)
+
+
+def fail(_: Progress) -> float:
+    return 1 // 0
+
+
+def test_a_child_that_takes_too_much_is_ended() -> None:
+    with pytest.raises(UnsupportedModelError, match="it takes more than 5 s"):
+        run_in_child(run_for_ever, "it", seconds=5, memory=1 << 30)
     with pytest.raises(UnsupportedModelError, match="takes more than 1 GB of memory"):
-        run_in_child(lambda _: bytearray(2 << 30), "it", seconds=60, memory=1 << 30)
+        run_in_child(take_memory, "it", seconds=60, memory=1 << 30)
     with pytest.raises(UnsupportedModelError, match="it ended by signal 9"):
-        run_in_child(lambda _: os.kill(os.getpid(), 9), "it", seconds=60, memory=1 << 30)
+        run_in_child(end_by_a_signal, "it", seconds=60, memory=1 << 30)
     with pytest.raises(ZeroDivisionError):
-        run_in_child(lambda _: 1 // 0, "it", seconds=60, memory=1 << 30)
+        run_in_child(fail, "it", seconds=60, memory=1 << 30)
+
+
+def say_what_is_there(say: Progress) -> str | None:
+    logging.getLogger("paceline").warning("said by %s", "a child")
+    say(1, 2)
+    take_the_lock()  # a fork of the caller would wait for it for ever
+    return os.environ.get("PACELINE_SAID")
+
+
+_held = Lock()
+
+
+def take_the_lock() -> None:
+    with _held:
+        pass
+
+
+def test_a_child_has_no_locks_of_its_caller_but_its_environment_and_logs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sandbox, "START_METHOD", "spawn")
+    monkeypatch.setenv("PACELINE_SAID", "yes")
+    reached: list[tuple[int, int]] = []
+    with _held, ThreadPoolExecutor(1) as pool:
+        pool.submit(int).result()
+        said = run_in_child(
+            say_what_is_there, "it", seconds=60, memory=1 << 30,
+            progress=lambda *each: reached.append(each),
+        )  # fmt: skip
+    assert (said, reached) == ("yes", [(1, 2)])
+    assert caplog.messages == ["said by a child"]
 
 
 @pytest.mark.parametrize("weights", ["bfloat16", "int8"])

@@ -27,10 +27,11 @@ def test_a_child_makes_the_value_once() -> None:
     assert remembered_by_transformers(("pid",), os.getpid) == made
 
 
-def test_the_error_of_a_value_that_cannot_be_made_is_raised() -> None:
-    def fail() -> None:
-        raise ValueError("a field is missing")
+def fail() -> None:
+    raise ValueError("a field is missing")
 
+
+def test_the_error_of_a_value_that_cannot_be_made_is_raised() -> None:
     with pytest.raises(ValueError, match="a field is missing"):
         remembered_by_transformers(("failure",), fail)
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from paceline.convert.folder_files import one_line, parse_object, read_file, read_object
 from paceline.convert.model_source import file_facts, remembered_by_transformers
-from paceline.convert.sandbox import run_in_child
+from paceline.convert.sandbox import Progress, run_in_child
 from paceline.decoder.config import UnsupportedModelError
 from paceline.decoder.remembered import remembered
 
@@ -79,7 +80,7 @@ def _built(
     config = read_object(folder / _CONFIG)
     changed = ""
     if not raw or _lacks(folder, raw, config):
-        changed = str(remembered_by_transformers(facts, lambda: _by_transformers(folder)))
+        changed = str(remembered_by_transformers(facts, partial(_by_transformers, folder)))
     where = folder / (_JSON if raw else _CONFIG)
     named = set(special_tokens.values())
     found = probe(where, changed or _text(folder / _JSON, raw), named)
@@ -168,7 +169,7 @@ def probe(path: Path, content: str, tokens: Iterable[str]) -> Probed:
     what = f"{path}: an expression or a replacement of the tokenizer, on short texts,"
     try:
         return run_in_child(
-            lambda _: _try(content, sorted(tokens)), what, seconds=_SECONDS, memory=_MEMORY
+            partial(_try, content, sorted(tokens)), what, seconds=_SECONDS, memory=_MEMORY
         )
     except UnsupportedModelError:
         raise
@@ -178,7 +179,7 @@ def probe(path: Path, content: str, tokens: Iterable[str]) -> Probed:
         ) from error
 
 
-def _try(content: str, tokens: Sequence[str]) -> Probed:
+def _try(content: str, tokens: Sequence[str], _: Progress) -> Probed:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_str(content)

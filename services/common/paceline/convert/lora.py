@@ -92,6 +92,9 @@ class LoraModel(ModelSource):
             ) from error
         self._changes = dict(self._read_changes(config))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._base, self._folder)
+
     def _error(self, what: str) -> UnsupportedModelError:
         return UnsupportedModelError(f"adapter {self._folder}: {what}")
 

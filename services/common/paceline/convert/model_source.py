@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import fields
+from functools import partial
 from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.convert.sandbox import run_in_child
+from paceline.convert.sandbox import Progress, run_in_child
 from paceline.convert.weights import Weight, WeightsOf
 from paceline.decoder.config import DecoderConfig, UnsupportedModelError, about
 from paceline.decoder.linear import is_rotated
@@ -32,14 +33,21 @@ _CHILD_SECONDS, _CHILD_MEMORY = 60.0, 8 << 30
 
 def remembered_by_transformers(facts: tuple[object, ...], make: Callable[[], Any]) -> Any:
     """The same, where ``make`` imports transformers, which takes 130 MiB: a child process makes the
-    value and ends, unless this is one, or transformers is imported anyway."""
+    value and ends, unless this is one, or transformers is imported anyway. ``make`` can be
+    pickled."""
     if "transformers" in sys.modules or parent_process() is not None:
         return remembered(facts, make)
     what = "to read a configuration"
     return remembered(
         facts,
-        lambda: run_in_child(lambda _: make(), what, seconds=_CHILD_SECONDS, memory=_CHILD_MEMORY),
+        lambda: run_in_child(
+            partial(_make, make), what, seconds=_CHILD_SECONDS, memory=_CHILD_MEMORY
+        ),
     )
+
+
+def _make(make: Callable[[], Any], _: Progress) -> Any:
+    return make()
 
 
 def file_facts(path: Path) -> tuple[object, ...]:
@@ -48,10 +56,21 @@ def file_facts(path: Path) -> tuple[object, ...]:
     return str(path.resolve()), found.st_size, found.st_mtime_ns, found.st_ino
 
 
+def _read_config(source: ModelSource, weights: torch.dtype | str) -> Any:
+    found = source.read_config(weights).to_json()
+    with suppress(UnsupportedModelError):
+        _ = source.tokenizer  # a file's is made by transformers too
+    return found
+
+
 class ModelSource(ABC):
     """A model on disk. Tensors have their Hugging Face names."""
 
     path: Path  # the folder or file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process opens the files itself."""
+        return type(self), (self.path,)
 
     @property
     @abstractmethod
@@ -70,17 +89,12 @@ class ModelSource(ABC):
         for float16). Raises ``UnsupportedModelError`` if an architecture, feature or format is not
         supported.
         """
-
-        def read() -> Any:
-            found = self.read_config(weights).to_json()
-            with suppress(UnsupportedModelError):
-                _ = self.tokenizer  # a file's is made by transformers too
-            return found
-
         names = [field.name for field in fields(DecoderConfig)]  # other versions have others
         facts = ("config", names, str(weights), *self.config_facts())
         with about(self.path):
-            return DecoderConfig.from_json(remembered_by_transformers(facts, read))
+            return DecoderConfig.from_json(
+                remembered_by_transformers(facts, partial(_read_config, self, weights))
+            )
 
     @abstractmethod
     def read_config(self, weights: torch.dtype | str) -> DecoderConfig:

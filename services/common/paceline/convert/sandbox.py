@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from logging.handlers import QueueHandler
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Lock
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -19,7 +22,11 @@ from paceline.decoder.config import UnsupportedModelError
 
 T = TypeVar("T")
 Progress = Callable[[int, int], None]
-_DONE, _FAILED, _REACHED = "done", "failed", "reached"
+_DONE, _FAILED, _REACHED, _LOGGED = "done", "failed", "reached", "logged"
+
+# How a process with threads starts children: in a fork of it, a lock that another thread held stays
+# locked for ever. One that starts many may set "forkserver".
+START_METHOD: Literal["spawn", "forkserver"] = "spawn"
 
 
 def run_in_child(
@@ -30,13 +37,14 @@ def run_in_child(
     memory: int,
     progress: Progress = lambda count, total: None,
 ) -> T:
-    """The result of work in a fork of this process.
+    """The result of work in a child process, whose logs become those of this one.
 
     Args:
-        work: Called with a function to say how far it is. It finds one thread of the math library.
+        work: Called with a function to say how far it is; it and its result can be pickled. It
+            finds one thread of the math library.
         what: Path and work, for errors.
         seconds: Time that it may take.
-        memory: Memory that it may take beside that of this process. Unit: bytes.
+        memory: Memory that it may take beside that of Python and its modules. Unit: bytes.
         progress: Called here with what it says.
 
     Raises:
@@ -45,9 +53,11 @@ def run_in_child(
     """
     if sys.platform != "linux":
         return work(progress)
-    context = get_context("fork")
+    one_thread = len(os.listdir("/proc/self/task")) == 1
+    context: Any = get_context("fork" if one_thread else START_METHOD)
     receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_work, args=(sender, work, memory))
+    given = sender, work, memory, dict(os.environ), logging.getLogger().getEffectiveLevel()
+    child = context.Process(target=_work, args=given)
     child.start()
     sender.close()
     deadline = monotonic() + seconds
@@ -56,6 +66,8 @@ def run_in_child(
             kind, value = receiver.recv()
             if kind == _REACHED:
                 progress(*value)
+            elif kind == _LOGGED:
+                logging.getLogger(value.name).handle(value)
             elif kind == _FAILED:
                 raise value
             else:
@@ -64,8 +76,10 @@ def run_in_child(
         raise UnsupportedModelError(f"{what} takes more than {seconds:.0f} s")
     except EOFError:
         child.join()
+        code = child.exitcode or 0
+        end = f"by signal {-code}" if code < 0 else f"with status {code}"
         raise UnsupportedModelError(
-            f"{what} ended by signal {-(child.exitcode or 0)}: a file is damaged, or memory short"
+            f"{what} ended {end}: a file is damaged, or memory short"
         ) from None
     finally:
         receiver.close()
@@ -73,28 +87,50 @@ def run_in_child(
         child.join()
 
 
-def _work(sender: Connection, work: Callable[[Progress], Any], memory: int) -> None:
-    torch.set_num_threads(1)  # a fork has no other threads
+class _Logs(QueueHandler):
+    """Sends records to the process that started this one."""
+
+    def __init__(self, send: Callable[[tuple[str, Any]], None]) -> None:
+        super().__init__(None)  # type: ignore[arg-type]
+        self._send = send
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        self._send((_LOGGED, record))
+
+
+def _work(
+    sender: Connection,
+    work: Callable[[Progress], Any],
+    memory: int,
+    environment: Mapping[str, str],
+    level: int,
+) -> None:
+    os.environ.clear()  # a fork server has that of its start
+    os.environ.update(environment)
+    torch.set_num_threads(1)
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes() + memory, hard))
     lock = Lock()
 
-    def say(count: int, total: int) -> None:
+    def send(message: tuple[str, Any]) -> None:
         with lock:
-            sender.send((_REACHED, (count, total)))
+            sender.send(message)
 
+    root = logging.getLogger()
+    root.handlers = [_Logs(send)]
+    root.setLevel(level)
     try:
-        message: tuple[str, Any] = _DONE, work(say)
+        message: tuple[str, Any] = _DONE, work(lambda *reached: send((_REACHED, reached)))
     except MemoryError:
         message = _FAILED, _too_large(memory)
     except Exception as error:  # whatever it is, the parent has to know
         short = "allocate memory" in str(error)  # as torch says it
         message = _FAILED, _too_large(memory) if short else error
     try:
-        sender.send(message)
+        send(message)
     except Exception:  # of an error that cannot be sent
         with suppress(OSError):
-            sender.send((_FAILED, UnsupportedModelError(str(message[1]))))
+            send((_FAILED, UnsupportedModelError(str(message[1]))))
 
 
 def _too_large(memory: int) -> UnsupportedModelError:

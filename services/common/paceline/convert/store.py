@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from time import time
@@ -242,13 +242,9 @@ def _pack_in_child(
 ) -> tuple[Description, bytes]:
     files = _files(path) + (_files(Path(lora)) if lora else [])
     size = sum(each.stat().st_size for each in files)
-    cores = torch.get_num_threads()
-
-    def pack(say: Progress) -> tuple[Description, bytes]:
-        return _pack(path, weights, lora, file.fileno(), cores, say)
-
+    opened = f"/proc/{os.getpid()}/fd/{file.fileno()}"  # by the child, in memory or on disk
     return run_in_child(
-        pack,
+        partial(_pack, path, weights, lora, opened, torch.get_num_threads()),
         f"{path}: to read and pack the model",
         seconds=_SECONDS + size / _BYTES_PER_SECOND,
         memory=_MEMORY + _COPIES * size,
@@ -257,18 +253,18 @@ def _pack_in_child(
 
 
 def _pack(
-    path: Path, weights: str, lora: str, file: int, cores: int, progress: Progress
+    path: Path, weights: str, lora: str, written: str, cores: int, progress: Progress
 ) -> tuple[Description, bytes]:
     """Write the packed weights of a model; returns all else."""
     source = open_model(path, lora)
-    with about(source.path), torch.inference_mode():
+    with about(source.path), torch.inference_mode(), open(written, "r+b", buffering=0) as file:
         described = _described(source, lora, weights)
         if weights == "auto":
             faster = faster_weights(source, described.config, cores)
             if faster != described.config.weights:
                 described = replace(described, config=source.config(faster))
         config = described.config
-        packer, writer = _packer(source, config, "cpu"), PackedWriter(file)
+        packer, writer = _packer(source, config, "cpu"), PackedWriter(file.fileno())
         writer.add_outer(packer.outer())
         done = iter(range(1, config.layers + 1))
 

@@ -3,12 +3,6 @@
 Imports no torch.
 """
 
-import os
-
-# Before gRPC is imported: its handlers of forks end some children by a signal, and models are read
-# in forks of services (`paceline.convert.sandbox`), which call no gRPC.
-os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-
 from paceline.service.interceptor import Gate, ServiceError, owner_of, user_of
 from paceline.service.options import OptionsError, ServerOptions, add_server_arguments
 from paceline.service.runtime import Service, check_address, configure_logging, run_server

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -258,32 +258,33 @@ class LayerShape:
 
     @cached_property
     def _rope(self) -> tuple[tuple[float, ...], float]:
-        def compute() -> tuple[list[float], float]:
-            hf: Any = SimpleNamespace(
-                hidden_size=self.hidden,
-                num_attention_heads=self.q_heads,
-                head_dim=self.head_dim,
-                max_position_embeddings=self.max_position,
-                rope_parameters=dict(self.rope_parameters),
-            )
-            check_rope(hf)
-            if self.rope_parameters.get("rope_type", "default") != "default":
-                from transformers import LlamaConfig
-
-                try:
-                    hf = LlamaConfig(**vars(hf))
-                except Exception as error:  # as above
-                    raise UnsupportedModelError(
-                        f"rope_parameters are invalid: {one_line(error)}"
-                    ) from error
-            with torch.device("cpu"):  # even if the model is created on the meta device
-                frequencies, scaling = rope_frequencies(hf)
-            return frequencies.tolist(), scaling
-
         shape = (self.hidden, self.q_heads, self.head_dim, self.max_position)
         facts = ("rope", *shape, sorted(self.rope_parameters.items()))
-        frequencies, scaling = remembered_by_transformers(facts, compute)
+        frequencies, scaling = remembered_by_transformers(facts, partial(_rope_of, self))
         return tuple(frequencies), scaling
+
+
+def _rope_of(shape: LayerShape) -> tuple[list[float], float]:
+    hf: Any = SimpleNamespace(
+        hidden_size=shape.hidden,
+        num_attention_heads=shape.q_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=shape.max_position,
+        rope_parameters=dict(shape.rope_parameters),
+    )
+    check_rope(hf)
+    if shape.rope_parameters.get("rope_type", "default") != "default":
+        from transformers import LlamaConfig
+
+        try:
+            hf = LlamaConfig(**vars(hf))
+        except Exception as error:  # as above
+            raise UnsupportedModelError(
+                f"rope_parameters are invalid: {one_line(error)}"
+            ) from error
+    with torch.device("cpu"):  # even if the model is created on the meta device
+        frequencies, scaling = rope_frequencies(hf)
+    return frequencies.tolist(), scaling
 
 
 @dataclass(frozen=True)
@@ -341,19 +342,11 @@ def whole_config(layer: Mapping[str, Any], kinds: Sequence[str]) -> Mapping[str,
     """
     kind = str(layer.get("model_type"))
 
-    def complete() -> dict[str, Any]:
-        from transformers import LlamaConfig, Qwen3Config
-
-        made = {"llama": LlamaConfig, "qwen3": Qwen3Config}[kind]
-        try:
-            filled: dict[str, Any] = made(**dict(layer)).to_dict()
-        except Exception as error:  # its strict classes raise errors that are no ValueError
-            raise UnsupportedModelError(f"its config.json is invalid: {one_line(error)}") from error
-        return filled
-
     hf: Mapping[str, Any] = {"hidden_act": layer.get("hidden_act"), "attention_bias": False}
     if kind in kinds:
-        hf = remembered_by_transformers((kind, json.dumps(layer, sort_keys=True)), complete)
+        hf = remembered_by_transformers(
+            (kind, json.dumps(layer, sort_keys=True)), partial(_complete, kind, dict(layer))
+        )
     biases = hf["attention_bias"] or hf.get("mlp_bias", False)
     if kind not in kinds or hf["hidden_act"] != "silu" or biases:
         raise UnsupportedModelError(
@@ -361,6 +354,17 @@ def whole_config(layer: Mapping[str, Any], kinds: Sequence[str]) -> Mapping[str,
             f"mlp_bias {biases} are not supported, expected {' or '.join(kinds)}, silu, False"
         )
     return hf
+
+
+def _complete(kind: str, layer: dict[str, Any]) -> dict[str, Any]:
+    from transformers import LlamaConfig, Qwen3Config
+
+    made = {"llama": LlamaConfig, "qwen3": Qwen3Config}[kind]
+    try:
+        filled: dict[str, Any] = made(**layer).to_dict()
+    except Exception as error:  # its strict classes raise errors that are no ValueError
+        raise UnsupportedModelError(f"its config.json is invalid: {one_line(error)}") from error
+    return filled
 
 
 @contextmanager
