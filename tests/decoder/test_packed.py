@@ -259,7 +259,7 @@ def take_the_lock() -> None:
 def test_a_child_has_no_locks_of_its_caller_but_its_environment_and_logs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(sandbox, "START_METHOD", "spawn")
+    monkeypatch.setattr(sandbox, "START_METHOD", None)
     monkeypatch.setenv("PACELINE_SAID", "yes")
     reached: list[tuple[int, int]] = []
     with _held, ThreadPoolExecutor(1) as pool:

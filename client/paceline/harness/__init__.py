@@ -17,7 +17,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Self
 
@@ -278,7 +277,6 @@ class ServiceProcess:
 def _run_forked(main: Callable[[Sequence[str]], int], words: Sequence[str]) -> NoReturn:
     """Run a command in a child of ``Popen`` and end it, in place of the program to execute."""
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the parent waits for the end of one of them
-    vars(resource_tracker._resource_tracker).update(_fd=None, _pid=None)  # its connection too
     Path("/proc/self/comm").write_text(words[0])  # as `ps -o comm` shows it
     gc.enable()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -6,12 +6,13 @@ import logging
 import os
 import resource
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from logging.handlers import QueueHandler
-from multiprocessing import get_context
+from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
+from subprocess import Popen
 from threading import Lock
 from time import monotonic
 from typing import Any, Literal, TypeVar
@@ -25,8 +26,8 @@ Progress = Callable[[int, int], None]
 _DONE, _FAILED, _REACHED, _LOGGED = "done", "failed", "reached", "logged"
 
 # How a process with threads starts children: in a fork of it, a lock that another thread held stays
-# locked for ever. One that starts many may set "forkserver".
-START_METHOD: Literal["spawn", "forkserver"] = "spawn"
+# locked for ever. None: as a new interpreter. A process that starts many may set "forkserver".
+START_METHOD: Literal["forkserver"] | None = None
 
 
 def run_in_child(
@@ -53,17 +54,14 @@ def run_in_child(
     """
     if sys.platform != "linux":
         return work(progress)
-    one_thread = len(os.listdir("/proc/self/task")) == 1
-    context: Any = get_context("fork" if one_thread else START_METHOD)
-    receiver, sender = context.Pipe(duplex=False)
-    given = sender, work, memory, dict(os.environ), logging.getLogger().getEffectiveLevel()
-    child = context.Process(target=_work, args=given)
-    child.start()
-    sender.close()
+    here, there = Pipe()
+    with there:
+        child = _start(there)
     deadline = monotonic() + seconds
     try:
-        while receiver.poll(max(0.0, deadline - monotonic())):
-            kind, value = receiver.recv()
+        here.send((work, memory, dict(os.environ), logging.getLogger().getEffectiveLevel()))
+        while here.poll(max(0.0, deadline - monotonic())):
+            kind, value = here.recv()
             if kind == _REACHED:
                 progress(*value)
             elif kind == _LOGGED:
@@ -74,17 +72,44 @@ def run_in_child(
                 result: T = value
                 return result
         raise UnsupportedModelError(f"{what} takes more than {seconds:.0f} s")
-    except EOFError:
-        child.join()
-        code = child.exitcode or 0
+    except (EOFError, ConnectionError):
+        code = child.wait()
         end = f"by signal {-code}" if code < 0 else f"with status {code}"
         raise UnsupportedModelError(
             f"{what} ended {end}: a file is damaged, or memory short"
         ) from None
     finally:
-        receiver.close()
+        here.close()
         child.kill()
-        child.join()
+        child.wait()
+
+
+class _Forked:
+    """A fork, with the methods of ``Popen``."""
+
+    def __init__(self, method: str, there: Connection) -> None:
+        self._process: Any = get_context(method).Process(target=_work, args=(there,))  # type: ignore[attr-defined]
+        self._process.start()
+        self.kill: Callable[[], None] = self._process.kill
+
+    def wait(self) -> int:
+        self._process.join()
+        return int(self._process.exitcode)
+
+
+def _start(there: Connection) -> _Forked | Popen[bytes]:
+    """Start a child that reads from a connection what it does."""
+    one_thread = len(os.listdir("/proc/self/task")) == 1
+    if method := "fork" if one_thread else START_METHOD:
+        return _Forked(method, there)
+    file = there.fileno()
+    # Python's own "spawn" would run the main module again.
+    lines = f"import sys; sys.path[:] = {sys.path}; from {__name__} import _main; _main({file})"
+    return Popen([sys.executable, "-c", lines], pass_fds=[file])
+
+
+def _main(file: int) -> None:
+    _work(Connection(file))
 
 
 class _Logs(QueueHandler):
@@ -98,13 +123,8 @@ class _Logs(QueueHandler):
         self._send((_LOGGED, record))
 
 
-def _work(
-    sender: Connection,
-    work: Callable[[Progress], Any],
-    memory: int,
-    environment: Mapping[str, str],
-    level: int,
-) -> None:
+def _work(sender: Connection) -> None:
+    work, memory, environment, level = sender.recv()
     os.environ.clear()  # a fork server has that of its start
     os.environ.update(environment)
     torch.set_num_threads(1)
