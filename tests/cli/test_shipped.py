@@ -25,7 +25,7 @@ def test_drafters_are_found_by_the_weights_of_their_target(target: Path, tmp_pat
     assert shipped.drafters_for(ours) == [
         f"longspec=longspec:{DEMO / 'longspec'},{levels}{int8},target={ours}",
         f"dspark=dspark:{DEMO / 'dspark'},{tree}{int4},target={ours}",
-        f"lm=lm:{DEMO / 'lm'}{int8}",
+        f"lm=lm:{DEMO / 'lm'}{int4}",
         "ngram=ngram",
     ]
     moved = tmp_path / "elsewhere"

@@ -14,17 +14,7 @@ from paceline.drafter.methods.base import Budget, Fit, LoadError
 from paceline.drafter.methods.lm import LmDrafter
 
 from .conftest import drafting
-from .models import (
-    SAMPLINGS,
-    VOCAB,
-    change_config,
-    forward,
-    load,
-    start,
-    text_of,
-    write_model,
-    write_tokenizer,
-)
+from .models import VOCAB, change_config, load, start, write_model, write_tokenizer
 
 
 def test_only_safetensors_of_known_models_are_loaded(tmp_path: Path) -> None:
@@ -99,18 +89,3 @@ def test_a_damaged_gguf_file_is_refused(tmp_path: Path) -> None:
     file.write_bytes(b"GGUF\3\0\0\0")
     with pytest.raises(LoadError, match=r"tiny\.gguf: the header ends"):
         load("lm", file)
-
-
-@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8", "int4"])
-def test_the_first_ids_alone_are_drafted(folder: Path, weights: str) -> None:
-    text, count = text_of(30, 4), 20
-    whole = load("lm", folder, weights=weights, draft_vocab_size=0)
-    first = load("lm", folder, weights=weights, draft_vocab_size=count)
-    expected, _ = forward(whole.decoder, text)
-    assert forward(first.decoder, text)[0].equal(expected[:count])
-    for sampling in SAMPLINGS.values():
-        for widths in ("3,3", "1,1"):
-            drafter = load("lm", folder, widths=widths, draft_vocab_size=count, min_survival=0)
-            tree = start(drafter, text, sampling=sampling).draft(Budget(6, 2))
-            assert tree.tokens
-            assert max(tree.tokens) < count

@@ -96,7 +96,7 @@ def drafters_for(
     if _has_heads(model):
         trained.append(described(method_class("mtp"), None))
     if smaller := smaller_model(target, lora):
-        return [f"lm=lm:{smaller}{',weights=int4' if on_cpu else ''}", "ngram=ngram"]
+        return [described(method_class("lm"), smaller), "ngram=ngram"]
     own = f"selfspec=selfspec:{target},weights=int4{adapter}"
     load = [*trained, "ngram=ngram"]
     recurrent = bool(model.config(weights).delta_layers)  # selfspec refuses such a target

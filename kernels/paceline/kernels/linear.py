@@ -11,7 +11,7 @@ import mmap
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -128,10 +128,6 @@ class PackedMatrix:
         """The tensors by name, without those that are None."""
         named = {"values": self.values, "bias": self.bias}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
-
-    def first(self, outs: int) -> PackedMatrix:
-        """The matrix of the first outputs, without a copy: panels lie one after the other."""
-        return replace(self, outs=outs, bias=None if self.bias is None else self.bias[:outs])
 
     def rows(self, indices: Tensor) -> Tensor:
         """The weights of some outputs, int64 ``[n]``: float32 ``[n, ins]``.

@@ -123,10 +123,6 @@ class RotatedMatrix:
     scale: Tensor  # factor on each output, float32 `[outs]`
     size: int  # inputs that are rotated together
 
-    def first(self, outs: int) -> RotatedMatrix:
-        """The matrix of the first outputs, without a copy."""
-        return RotatedMatrix(self.values[: outs + -outs % 8], self.scale[:outs], self.size)
-
     @classmethod
     def of(cls, weight: Tensor, most: int = SIZE) -> Self:
         """Rotate and quantise ``[outs, ins]`` of a float type; ``most``: see :func:`block_size`.

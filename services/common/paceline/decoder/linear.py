@@ -65,12 +65,6 @@ class Linear:
             return self.packed
         return self._weight if self._int8 is None else self._int8
 
-    def first(self, outs: int) -> Linear:
-        """The layer of the first outputs, whose weight is no copy."""
-        weight, bias = self.weight, self.bias
-        part = weight[:outs] if isinstance(weight, Tensor) else weight.first(outs)
-        return Linear(part, None if bias is None else bias[:outs])
-
     @property
     def dtype(self) -> torch.dtype:
         """Type of its inputs off the CPU."""

@@ -199,13 +199,6 @@ class Decoder:
         part._executor = Executor(part._record())
         return part
 
-    def with_first_logits(self, count: int) -> Self:
-        """A decoder that computes the logits of the first tokens alone, with the same weights."""
-        part = copy(self)
-        part._head = self._head.first(count)
-        part._executor = Executor(part._record())
-        return part
-
     @property
     def native(self) -> NativeProgram | None:
         """The program of :meth:`forward` for compiled kernels, on a CPU that has them."""

@@ -253,9 +253,6 @@ class LmOptions(TreeOptions):
     min_survival: float = 0.03
     formats: ClassVar[tuple[str, ...]] = WEIGHTS
 
-    # Tokens that are drafted, the first ids, which are the most frequent ones: byte-pair encodings
-    # number tokens so. The LM head of the others is not computed. 0: all.
-    draft_vocab_size: int = 32_000
     # KV budget: maximum number of positions that a round attends to; 0: all. The tokens since the
     # last round and the tree are not counted. Unit: tokens.
     context: int = 0
@@ -272,7 +269,6 @@ class LmOptions(TreeOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_drafted()
-        check_range("draft_vocab_size", self.draft_vocab_size, 0, 1 << 30)
         check_range("kv_gib", self.kv_gib, 0.001, 1 << 20)
         check_context(self.context)
         check_choice("kv_policy", self.kv_policy, POLICIES)
@@ -287,18 +283,14 @@ class LmDrafter(Drafter):
     method: ClassVar[str] = "lm"
     label: ClassVar[str] = "small language model"
     recipe: ClassVar[str] = "paceline.train.recipes.lm:LmRecipe"
-    cpu_weights: ClassVar[str] = "int8"
+    cpu_weights: ClassVar[str] = "int4"
     growth: TreeGrowth
 
     def __init__(self, decoder: Decoder, options: LmOptions, fit: Fit, size: int) -> None:
-        config = decoder.config
-        if 0 < options.draft_vocab_size < config.vocab_size:
-            self.drafted_tokens = torch.arange(options.draft_vocab_size)
-            decoder = decoder.with_first_logits(options.draft_vocab_size)
         self.decoder, self.model, self.options = decoder, DecoderModel(decoder), options
-        self.fit, self.weight_bytes, self.shape = fit, size, config
+        self.fit, self.weight_bytes, self.shape = fit, size, decoder.config
         self.settings = settings = TreeSettings.of(
-            config, options, torch.device(decoder.device), self.drafted_tokens
+            decoder.config, options, torch.device(decoder.device)
         )
         self.max_nodes, self.max_depth = settings.max_nodes, settings.max_depth
         # Maximum number of KV slots of all sequences, and how many they occupy.
@@ -312,7 +304,7 @@ class LmDrafter(Drafter):
         siblings = max(options.widths, default=1) > 1
         if decoder.native is None or not siblings or options.context:
             return []
-        tokens = torch.arange(self.settings.logits)
+        tokens = torch.arange(decoder.config.vocab_size)
         draft = NativeDraft(decoder.native, decoder.config.kv_dtype, tokens)
         return [NativeGrowth(draft, decoder.rope, self.settings)]
 
