@@ -96,7 +96,6 @@ def _served() -> Facts | None:
     return {
         "model": model.name,
         "weights": model.weights,
-        "weights_kept": model.weights_kept,
         "drafters": [each.default_drafter for each in model.drafter_services],
         "local_sources": list(model.local_sources),
     }

@@ -140,8 +140,7 @@ def _described(source: ModelSource, lora: str, requested: str) -> Description:
     return Description(
         source.name, str(source.path.resolve()), lora, requested, source.config(requested),
         source.architectures, source.fingerprint(), source.tokenizer_digest,
-        dict(source.special_tokens), dict(source.chat_templates), "", source.weight_bytes,
-        _code(),
+        dict(source.special_tokens), dict(source.chat_templates), source.weight_bytes, _code(),
     )  # fmt: skip
 
 

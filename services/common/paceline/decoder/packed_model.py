@@ -38,7 +38,6 @@ class Description:
     tokenizer_digest: str  # SHA-256; empty: it has no tokenizer
     special_tokens: Mapping[str, str]  # texts by name
     chat_templates: Mapping[str, str]  # Jinja, by name; the usual one is "default"
-    weights_kept: str  # in words, what is not in the format that was asked for
     source_bytes: int  # size of the files with the weights
     code: str  # digest of the code that has packed it
 

@@ -21,7 +21,7 @@ from paceline.verifier.telemetry import DRAFTER, FollowCounts
 
 _DRAFTER = ("drafter", "version")
 _FACTS = {  # label of a fact of the model: its field
-    **{name: name for name in ("architecture", "dtype", "weights", "weights_kept")},
+    **{name: name for name in ("architecture", "dtype", "weights")},
     "fingerprint": "target_fingerprint",
     "batch_invariant": "batch_invariant",
 }

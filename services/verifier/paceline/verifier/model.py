@@ -116,11 +116,8 @@ def read_model_info(
         instance_id=secrets.token_hex(16),
         lease_ms=round(lease_seconds * 1000),
         weights=config.weights,
-        weights_kept=source.weights_kept,
         kv_cache_dtype=str(config.kv_dtype).removeprefix("torch."),
     )
-    if source.weights_kept:
-        _log.warning("weights are not all in %s: %s", config.weights, source.weights_kept)
     info = ModelInfo(
         message=message,
         tokenizer_gzip=gzip.compress(tokenizer, compresslevel=3, mtime=0) if tokenizer else b"",
