@@ -16,7 +16,7 @@ from paceline.convert import load_decoder, open_model
 from paceline.decoder import Decoder, LocalCache
 from paceline.drafter import Budget, DraftSequence, GenerationInfo, Resources, Update
 from paceline.drafter.methods import method_class
-from paceline.kernels import History, QueryBlock, SamplingParams, choose_token, plan_trees
+from paceline.kernels import History, QueryBlock, SamplingRules, choose_token, plan_trees
 from paceline.tree import EMPTY, TokenTree
 
 
@@ -67,7 +67,7 @@ if __name__ == "__main__":
     prompt = tokenizer.encode("def __init__(self, name, value):\n    self.name = name\n").ids
     method = method_class("lm").load(Path("models/demo/lm"), {}, Resources())
     for temperature in (0.0, 0.8):
-        params = SamplingParams(temperature=temperature, seed=1)
+        params = SamplingRules(temperature=temperature, seed=1)
         drafter = method.start(GenerationInfo(prompt, len(prompt), target.config.vocab_size))
         plain, _ = generate(target, prompt, 64, params, None)
         drafted, passes = generate(target, prompt, 64, params, drafter)

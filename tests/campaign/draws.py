@@ -10,7 +10,7 @@ from decoder_cases import FAMILIES
 from test_gguf import NAMES as GGUF_NAMES
 from trees import T, weighted
 
-from paceline.kernels import SamplingParams
+from paceline.kernels import SamplingRules
 
 WINDOWS = {"own": 2, 64: 0.5, 128: 2, 255: 0.5, 256: 0.5, 257: 0.5, 512: 3, 1024: 2, 4096: 1}
 HEADS = {"own": 2, "4/1": 2, "8/4": 1, "4/4": 1, "16/1": 0.5}
@@ -60,7 +60,7 @@ def draw_model(draws: Draws) -> tuple[str, dict[str, Any]]:
     return name, changes
 
 
-def draw_sampling(draws: Draws, vocab_size: int) -> SamplingParams:
+def draw_sampling(draws: Draws, vocab_size: int) -> SamplingRules:
     temperature = draws.pick("temperature", {0.0: 2, 0.7: 2, 1.2: 1})
     chosen = draws.pick("filter", FILTERS if temperature else ["none"])
     options: dict[str, Any] = {}
@@ -79,7 +79,7 @@ def draw_sampling(draws: Draws, vocab_size: int) -> SamplingParams:
         options["logit_bias"] = tuple(
             (token, draws.choice(biases)) for token in draws.sample(range(vocab_size), 5)
         )
-    return SamplingParams(temperature=temperature, seed=draws.getrandbits(64), **options)
+    return SamplingRules(temperature=temperature, seed=draws.getrandbits(64), **options)
 
 
 def draw_border(draws: Draws, window: int | None, longest: int) -> int:

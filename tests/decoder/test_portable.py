@@ -18,7 +18,7 @@ from paceline.decoder import Decoder, LocalCache
 from paceline.kernels import (
     History,
     QueryBlock,
-    SamplingParams,
+    SamplingRules,
     choose_token,
     gumbel_noise_at,
     plan_trees,
@@ -31,7 +31,7 @@ TOKENS = 24
 DIGESTS = json.loads(Path(__file__).with_suffix(".json").read_text())
 
 
-def generate(decoder: Decoder, sampling: SamplingParams) -> str:
+def generate(decoder: Decoder, sampling: SamplingRules) -> str:
     """SHA-256 of the tokens and log-probabilities of a text."""
     cache, digest, tokens = LocalCache(decoder.config), hashlib.sha256(), list(PROMPT)
     for _ in range(TOKENS):
@@ -57,8 +57,8 @@ def test_texts_have_the_recorded_bits(name: str) -> None:
     weights, _, kv = name.partition(", ")
     decoder = load_decoder(TARGET, weights, kv_cache_dtype=kv.removesuffix(" KV") or "auto")
     found = {
-        "greedy": generate(decoder, SamplingParams(temperature=0.0)),
-        "sampled": generate(decoder, SamplingParams(temperature=0.8, top_p=0.9, seed=7)),
+        "greedy": generate(decoder, SamplingRules(temperature=0.0)),
+        "sampled": generate(decoder, SamplingRules(temperature=0.8, top_p=0.9, seed=7)),
     }
     assert found == DIGESTS[name]
 

@@ -53,7 +53,7 @@ from paceline.kernels import (
     streaming,
 )
 from paceline.sampling import Sampling
-from paceline.text import sampling_params
+from paceline.text import sampling_rules
 from paceline.train.acceptance import RecordedKv, RecordedStates
 from paceline.train.modules import DSparkModel, Eagle3Model, LongSpecModel, MtpModel
 from paceline.train.modules.layers import DraftModel
@@ -327,7 +327,7 @@ class Oracle:
         self.text = list(prompt)
         self.prompt = len(prompt)
         self.drafter = drafter
-        self.params = sampling_params(sampling)
+        self.params = sampling_rules(sampling)
 
     def next_token(self, beyond: Sequence[int] = ()) -> int:
         text = [*self.text, *beyond]
@@ -371,7 +371,7 @@ def beam_search(
     Each level keeps the likeliest paths over all its parents. Only nodes that could still be among
     the ``nodes`` best are expanded.
     """
-    params = sampling_params(sampling)
+    params = sampling_rules(sampling)
     tree: dict[tuple[int, ...], float] = {}
     frontier: dict[tuple[int, ...], float] = {(): 0.0}
     for level, width in enumerate(widths[:depth]):

@@ -37,7 +37,7 @@ from paceline.drafter.methods.target_drafter import weight_bits
 from paceline.kernels import devices, send
 from paceline.kernels.quantised import quantise
 from paceline.kernels.rotated import RotatedMatrix
-from paceline.text import sampling_params
+from paceline.text import sampling_rules
 from paceline.tree import TokenTree
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -267,7 +267,7 @@ def test_drafters_keep_their_type_unless_it_is_told(
 @pytest.mark.parametrize("sampling", ["T=1", "filtered"])
 def test_candidates_are_selected_on_the_device(sampling: str) -> None:
     """Those of the CPU if it adds noise to all tokens; no whole rows of logits are copied."""
-    params = sampling_params(SAMPLINGS[sampling])
+    params = sampling_rules(SAMPLINGS[sampling])
     logits = torch.randn(3, 600)
     drafted = torch.arange(600) * 2
 

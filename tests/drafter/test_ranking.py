@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.drafter.growth.ranking import Ranker
-from paceline.kernels import SamplingParams, gumbel_noise_at
+from paceline.kernels import SamplingRules, gumbel_noise_at
 from paceline.tree import grow
 
 # A rule of growth: depth to a list of children, the same for every node of that depth.
@@ -54,7 +54,7 @@ def test_the_best_come_first_whatever_the_vocabulary(vocab: int, temperature: fl
     logits = torch.randn(3, vocab, generator=draws)
     for row in logits:
         row[torch.randperm(vocab, generator=draws)[:40]] += 40.0
-    params = SamplingParams(temperature=temperature, seed=2**64 - 9)
+    params = SamplingRules(temperature=temperature, seed=2**64 - 9)
     ranker = Ranker(params, prompt=[1], output=[], vocab_size=vocab, candidates=64)
     ids, logs = ranker.rank(logits, 1000, 5)
     scores = logits
@@ -68,14 +68,14 @@ def test_the_best_come_first_whatever_the_vocabulary(vocab: int, temperature: fl
 @pytest.mark.parametrize(
     "params",
     [
-        SamplingParams(temperature=0.0),
-        SamplingParams(temperature=0.7, seed=5),
-        SamplingParams(temperature=0.7, seed=5, top_p=0.9),
-        SamplingParams(temperature=0.7, seed=5, repetition_penalty=1.3),
+        SamplingRules(temperature=0.0),
+        SamplingRules(temperature=0.7, seed=5),
+        SamplingRules(temperature=0.7, seed=5, top_p=0.9),
+        SamplingRules(temperature=0.7, seed=5, repetition_penalty=1.3),
     ],
 )
 def test_a_reduced_vocabulary_ranks_as_the_whole_one_without_the_other_tokens(
-    params: SamplingParams,
+    params: SamplingRules,
 ) -> None:
     draws = torch.Generator().manual_seed(1)
     drafted = torch.randperm(300, generator=draws)[:50].sort().values

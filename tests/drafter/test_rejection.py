@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from paceline.drafter.methods.base import Budget, DraftSequence, Update
 from paceline.kernels import History, Proposal, filter_logits
 from paceline.sampling import Sampling
-from paceline.text import sampling_params
+from paceline.text import sampling_rules
 from paceline.tree import TokenTree
 
 from .conftest import drafting
@@ -82,7 +82,7 @@ def test_lm_draws_from_its_own_distribution(tmp_path: Path, candidates: int) -> 
             with torch.inference_mode():
                 logits = model(torch.tensor([path])).logits[0, -1]
             history = History(text_of(20), path[20:])
-            assert_truncated(proposal, filter_logits(logits, sampling_params(REJECTION), history))
+            assert_truncated(proposal, filter_logits(logits, sampling_rules(REJECTION), history))
             path.append(token)
         prompt += [tree.tokens[0], (tree.tokens[0] + 1) % VOCAB]
 
@@ -103,7 +103,7 @@ def test_dspark_draws_with_its_heads(tmp_path: Path) -> None:
         with torch.inference_mode():
             logits, confidence = dense.at(hidden, [text[-1], *path])
         history = History(text)
-        assert_truncated(proposal, filter_logits(logits, sampling_params(REJECTION), history))
+        assert_truncated(proposal, filter_logits(logits, sampling_rules(REJECTION), history))
         assert proposal.draw(REJECTION.key, len(text) + place) == tree.tokens[place]
         assert tree.confidences[place] == pytest.approx(math.exp(confidence), rel=1e-3)
 

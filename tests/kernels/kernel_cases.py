@@ -28,7 +28,7 @@ from paceline.kernels import (
     Pass,
     QueryBlock,
     Recorder,
-    SamplingParams,
+    SamplingRules,
     TreePlan,
     _compile,
     plan_trees,
@@ -304,7 +304,7 @@ def make_case(
     return Case(block, q, to_rows(key, dtype), to_rows(value, dtype), window)
 
 
-def sampling_params(penalties: bool = False) -> st.SearchStrategy[SamplingParams]:
+def sampling_rules(penalties: bool = False) -> st.SearchStrategy[SamplingRules]:
     more: dict[str, st.SearchStrategy[Any]] = {
         "repetition_penalty": st.sampled_from([1.0, 1.3, 0.8]),
         "presence_penalty": st.sampled_from([0.0, 0.5, -0.5]),
@@ -312,7 +312,7 @@ def sampling_params(penalties: bool = False) -> st.SearchStrategy[SamplingParams
         "logit_bias": st.sampled_from([(), ((3, 2.5), (5, -math.inf))]),
     }
     return st.builds(
-        SamplingParams,
+        SamplingRules,
         temperature=st.sampled_from([0.0, 0.3, 0.7, 1.0, 1.9]),
         top_k=st.sampled_from([0, 0, 1, 3, 40, 5000]),
         top_p=st.sampled_from([1.0, 1.0, 0.05, 0.5, 0.9, 0.999]),

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from paceline.kernels import (
     History,
     Proposal,
-    SamplingParams,
+    SamplingRules,
     accept_or_resample,
     choose_token,
     filter_logits,
@@ -64,7 +64,7 @@ def certainty(text: list[int], seed: int, position: int) -> tuple[int, Proposal]
 
 def noisy_certainty(text: list[int], seed: int, position: int) -> tuple[int, Proposal]:
     """Certain of what the plain contract would choose: it knows seed and model."""
-    token = choose_token(logits(text), SamplingParams(seed=seed), position, History(text))
+    token = choose_token(logits(text), SamplingRules(seed=seed), position, History(text))
     return token, Proposal.certain(token)
 
 
@@ -85,7 +85,7 @@ PARAMS = {
 }
 
 
-def generate(draft: Drafter, params: SamplingParams) -> tuple[int, ...]:
+def generate(draft: Drafter, params: SamplingRules) -> tuple[int, ...]:
     """DEPTH tokens, in rounds of chains of two."""
     history = History(PROMPT)
     text = list(PROMPT)
@@ -108,7 +108,7 @@ def generate(draft: Drafter, params: SamplingParams) -> tuple[int, ...]:
     return tuple(text[len(PROMPT) :][:DEPTH])
 
 
-def chances(params: SamplingParams) -> dict[tuple[int, ...], float]:
+def chances(params: SamplingRules) -> dict[tuple[int, ...], float]:
     """Of every outcome, by the target alone."""
     found = {}
     for path in product(range(VOCAB), repeat=DEPTH):
@@ -124,10 +124,10 @@ def chances(params: SamplingParams) -> dict[tuple[int, ...], float]:
 def assert_distributed(draft: Drafter, options: dict[str, object], samples: int) -> None:
     """Per position and jointly, each test with a false alarm in 10,000."""
     found = [
-        generate(draft, SamplingParams(seed=seed, rejection=True, **options))  # type: ignore[arg-type]
+        generate(draft, SamplingRules(seed=seed, rejection=True, **options))  # type: ignore[arg-type]
         for seed in range(samples)
     ]
-    expected = chances(SamplingParams(**options))  # type: ignore[arg-type]
+    expected = chances(SamplingRules(**options))  # type: ignore[arg-type]
     assert p_value(found, expected) > FALSE_ALARM, "jointly"
     for place in range(DEPTH):
         alone = {
@@ -160,7 +160,7 @@ def test_the_tests_notice_what_is_wrong() -> None:
 
 def test_a_drafter_like_the_target_gets_everything_accepted() -> None:
     for seed in range(200):
-        params = SamplingParams(seed=seed, rejection=True)
+        params = SamplingRules(seed=seed, rejection=True)
         row, history = logits([seed]), History(PROMPT)
         proposal = Proposal.likeliest(row, VOCAB)
         token = proposal.draw(seed, 7)

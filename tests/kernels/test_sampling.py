@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_cases import sampling_params
+from kernel_cases import sampling_rules
 from torch import Tensor
 
 from paceline.kernels import (
     History,
-    SamplingParams,
+    SamplingRules,
     best_candidates,
     choose_token,
     edits,
@@ -24,7 +24,7 @@ from paceline.kernels import (
 EMPTY = History([])
 
 
-def plain_filter(logits: Tensor, params: SamplingParams, history: History) -> list[float]:
+def plain_filter(logits: Tensor, params: SamplingRules, history: History) -> list[float]:
     """The documented order, one token at a time, in Python floats of float32 steps."""
     x = logits.float().tolist()
     for token in history.prompt | set(history.output):
@@ -56,8 +56,8 @@ def plain_filter(logits: Tensor, params: SamplingParams, history: History) -> li
     return [value if v in set(order) else -math.inf for v, value in enumerate(x)]
 
 
-@given(params=sampling_params(penalties=True), seed=st.integers(0, 10**6))
-def test_filters_do_what_their_definition_says(params: SamplingParams, seed: int) -> None:
+@given(params=sampling_rules(penalties=True), seed=st.integers(0, 10**6))
+def test_filters_do_what_their_definition_says(params: SamplingRules, seed: int) -> None:
     logits = 3 * torch.randn(64, generator=torch.Generator().manual_seed(seed))
     history = History([1, 2, 2, 60], [2, 7, 7, 7])
     found = filter_logits(logits, params, history)
@@ -72,23 +72,23 @@ def test_filters_do_what_their_definition_says(params: SamplingParams, seed: int
 )
 def test_ties_go_to_the_lower_id(change: dict[str, float], kept: list[int]) -> None:
     logits = torch.tensor([0.0, 5.0, 5.0, 5.0, 5.0])
-    found = filter_logits(logits, SamplingParams(**change), EMPTY)  # type: ignore[arg-type]
+    found = filter_logits(logits, SamplingRules(**change), EMPTY)  # type: ignore[arg-type]
     assert found.isfinite().nonzero()[:, 0].tolist() == kept
 
 
 def test_ties_go_to_the_lower_id_across_a_large_vocabulary() -> None:
     logits = torch.zeros(5000)
-    kept = filter_logits(logits, SamplingParams(top_k=700), EMPTY).isfinite()
+    kept = filter_logits(logits, SamplingRules(top_k=700), EMPTY).isfinite()
     assert kept[:700].all()
     assert not kept[700:].any()
-    kept = filter_logits(logits, SamplingParams(top_p=0.5), EMPTY).isfinite()
+    kept = filter_logits(logits, SamplingRules(top_p=0.5), EMPTY).isfinite()
     assert kept.sum().item() == pytest.approx(2500, abs=1)
     assert kept[: int(kept.sum())].all()
-    assert choose_token(logits, SamplingParams(temperature=0), 0, EMPTY) == 0
+    assert choose_token(logits, SamplingRules(temperature=0), 0, EMPTY) == 0
 
 
-@given(params=sampling_params(penalties=True), position=st.integers(0, 10**6))
-def test_the_choice_is_the_best_filtered_noisy_logit(params: SamplingParams, position: int) -> None:
+@given(params=sampling_rules(penalties=True), position=st.integers(0, 10**6))
+def test_the_choice_is_the_best_filtered_noisy_logit(params: SamplingRules, position: int) -> None:
     """Greedy too, where penalties and biases count."""
     logits = 2 * torch.randn(300, generator=torch.Generator().manual_seed(position))
     history = History([1, 2, 2], [2, int(logits.argmax())])
@@ -99,14 +99,14 @@ def test_the_choice_is_the_best_filtered_noisy_logit(params: SamplingParams, pos
 
 
 @given(
-    params=sampling_params(),
+    params=sampling_rules(),
     seed=st.integers(0, 10**6),
     vocab=st.sampled_from((1, 2, 63, 511, 513, 1024, 20_001)),
     spread=st.sampled_from((0.0, 0.3, 3.0, 30.0)),
     kind=st.sampled_from(("any", "equal ones", "few allowed")),
 )
 def test_compiled_kernels_choose_as_torch_does(
-    params: SamplingParams, seed: int, vocab: int, spread: float, kind: str
+    params: SamplingRules, seed: int, vocab: int, spread: float, kind: str
 ) -> None:
     """Many equal scores, a mask of a grammar, a flat and a sharp distribution included."""
     generator = torch.Generator().manual_seed(seed)
@@ -126,14 +126,14 @@ def test_choices_follow_the_softmax() -> None:
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, 0.5])
     counts = torch.zeros(5)
     for seed in range(8000):
-        counts[choose_token(logits, SamplingParams(seed=seed), 3, EMPTY)] += 1
+        counts[choose_token(logits, SamplingRules(seed=seed), 3, EMPTY)] += 1
     expected = 8000 * logits.softmax(0)
     chi_square = ((counts - expected) ** 2 / expected).sum().item()
     assert chi_square < 23  # 4 degrees of freedom, p = 1e-4
 
 
 def test_ids_outside_the_vocabulary_are_refused() -> None:
-    params = SamplingParams(logit_bias=((10, 1.0),))
+    params = SamplingRules(logit_bias=((10, 1.0),))
     with pytest.raises(ValueError, match="outside the vocabulary of 5"):
         choose_token(torch.zeros(5), params, 0, EMPTY)
 
@@ -215,7 +215,7 @@ def test_the_penalties_of_a_history_are_those_of_its_tokens(
             output.append(token)
         elif output:
             assert history.pop() == output.pop()
-    params = SamplingParams(repetition_penalty=1.5, presence_penalty=0.25, frequency_penalty=0.5)
+    params = SamplingRules(repetition_penalty=1.5, presence_penalty=0.25, frequency_penalty=0.5)
     (seen, _), (emitted, penalties), _ = edits(params, history)
     assert sorted(seen) == sorted({*prompt, *output})
     counts = {token: 0.25 + 0.5 * output.count(token) for token in output}

@@ -14,7 +14,7 @@ from torch import Tensor
 from paceline.kernels import (
     History,
     Proposal,
-    SamplingParams,
+    SamplingRules,
     accept_or_resample,
     best_candidates,
     choose_token,
@@ -36,7 +36,7 @@ HISTORY = ([1, 2, 2], [2, 7, 7, 7])
 VOCAB = 700  # more than the first guess of top_p
 
 extreme_params = st.builds(
-    SamplingParams,
+    SamplingRules,
     temperature=st.sampled_from((0.0, *POSITIVE)),
     top_k=st.sampled_from((0, 1, 3, VOCAB, 2**32 - 1)),
     top_p=st.sampled_from((1.0,) * 10 + SHARES),
@@ -93,7 +93,7 @@ def steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(sampling, "_nucleus", counted)
 
 
-def reference(row: Tensor, params: SamplingParams, position: int) -> tuple[NDArray[Any], ...]:
+def reference(row: Tensor, params: SamplingRules, position: int) -> tuple[NDArray[Any], ...]:
     """Scores in float64 and how wrong float32 may be; which tokens are surely kept, and which may
     be kept by min_p and top_k."""
     prompt, output = HISTORY
@@ -133,7 +133,7 @@ def reference(row: Tensor, params: SamplingParams, position: int) -> tuple[NDArr
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(params=extreme_params, seed=st.integers(0, 1000))
 def test_any_parameters_choose_the_token_of_the_definition(
-    params: SamplingParams, seed: int
+    params: SamplingRules, seed: int
 ) -> None:
     """Within the rounding of float32. The nucleus is left out: it holds the chosen token."""
     row = 3 * torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed))
@@ -151,7 +151,7 @@ def test_any_parameters_choose_the_token_of_the_definition(
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(params=extreme_params, row=strange_rows)
-def test_strange_logits_end_in_a_token_too(params: SamplingParams, row: Tensor) -> None:
+def test_strange_logits_end_in_a_token_too(params: SamplingRules, row: Tensor) -> None:
     history = History(*HISTORY)
     token = choose_token(row, params, 3, history)
     assert 0 <= token < VOCAB
@@ -170,7 +170,7 @@ def test_strange_logits_end_in_a_token_too(params: SamplingParams, row: Tensor) 
 @pytest.mark.parametrize("temperature", TINY[:-1])
 def test_the_lowest_temperatures_are_greedy(temperature: float, more: dict[str, float]) -> None:
     row = torch.tensor([3.0, 12.0, 9.0, 12.0, 4.0])
-    params = SamplingParams(temperature=temperature, seed=1, **more)  # type: ignore[arg-type]
+    params = SamplingRules(temperature=temperature, seed=1, **more)  # type: ignore[arg-type]
     assert choose_token(row, params, 5, History([1])) == 1
 
 
@@ -190,7 +190,7 @@ def test_a_parameter_that_would_make_a_logit_infinite(
     change: dict[str, float], token: int, top_p: float
 ) -> None:
     row = torch.tensor([3.0, 9.0, 12.0, 4.0])
-    params = SamplingParams(seed=1, top_p=top_p, **change)  # type: ignore[arg-type]
+    params = SamplingRules(seed=1, top_p=top_p, **change)  # type: ignore[arg-type]
     assert choose_token(row, params, 5, History([1, 2], [1])) == token
 
 
@@ -198,6 +198,6 @@ def test_a_token_that_is_excluded_stays_so_at_any_temperature() -> None:
     row = torch.zeros(9)
     row[4:] = -math.inf
     for temperature in HUGE:
-        params = SamplingParams(temperature=temperature, top_p=0.99, logit_bias=((1, -math.inf),))
+        params = SamplingRules(temperature=temperature, top_p=0.99, logit_bias=((1, -math.inf),))
         for position in range(40):
             assert choose_token(row, params, position, History([])) in {0, 2, 3}

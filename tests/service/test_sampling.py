@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from paceline.checks import ParameterError
-from paceline.kernels import SamplingParams
+from paceline.kernels import SamplingRules
 from paceline.sampling import Sampling
-from paceline.text import sampling_params
+from paceline.text import sampling_rules
 from paceline.v1 import sampling_pb2
 
 # Exact in float32, the type of the message.
@@ -20,8 +20,8 @@ FIELDS: dict[str, Any] = {
 
 
 def test_an_empty_message_is_greedy_with_everything_off() -> None:
-    params = sampling_params(Sampling.from_proto(sampling_pb2.SamplingParams()))
-    assert params == SamplingParams(temperature=0.0)
+    params = sampling_rules(Sampling.from_proto(sampling_pb2.SamplingParams()))
+    assert params == SamplingRules(temperature=0.0)
     assert params.greedy
     assert not params.penalised
 
@@ -32,7 +32,7 @@ def test_every_parameter_arrives() -> None:
     received = Sampling.from_proto(message)
     assert received == Sampling(**{**vars(sent), "json_schema": "", "grammar": ""})
     bias = ((4, 0.5), (9, -2.0))
-    assert sampling_params(Sampling.from_proto(message)) == SamplingParams(
+    assert sampling_rules(Sampling.from_proto(message)) == SamplingRules(
         **FIELDS, logit_bias=bias, rejection=True
     )
 
@@ -98,7 +98,7 @@ def test_rejection_at_the_lowest_temperatures_is_greedy() -> None:
     message = Sampling(acceptance="rejection").to_proto()
     for temperature, rejects in ((1e-38, False), (0.1, True)):
         message.temperature = temperature
-        params = sampling_params(Sampling.from_proto(message))
+        params = sampling_rules(Sampling.from_proto(message))
         assert (params.rejection, params.greedy) == (rejects, not rejects)
 
 

@@ -13,7 +13,7 @@ import pytest
 from paceline.convert import load_decoder
 from paceline.drafter import Budget, Update
 from paceline.harness import local_services
-from paceline.kernels import SamplingParams
+from paceline.kernels import SamplingRules
 from paceline.tree import TokenTree
 
 ROOT = Path(__file__).parents[2]
@@ -65,7 +65,7 @@ class Hostile:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_one_round_is_exact_whatever_is_drafted(temperature: float) -> None:
     example, target = runpy.run_path(str(EXAMPLES / "one_round.py")), load_decoder(TARGET)
-    params, prompt = SamplingParams(temperature=temperature, seed=3), [5, 6, 7, 8, 9]
+    params, prompt = SamplingRules(temperature=temperature, seed=3), [5, 6, 7, 8, 9]
     plain, passes = example["generate"](target, prompt, 40, params, None)
     assert passes == len(plain) == 40
     drafted, passes = example["generate"](target, prompt, 40, params, Hostile(plain))

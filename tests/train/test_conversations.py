@@ -15,7 +15,7 @@ from paceline.drafter.methods import method_class
 from paceline.drafter.methods.dspark import read_dspark
 from paceline.drafter.methods.dspark.drafter import DSparkDrafter
 from paceline.kernels import processor_name
-from paceline.kernels.sampling import SamplingParams
+from paceline.kernels.sampling import SamplingRules
 from paceline.train import conversations as own
 from paceline.train.acceptance import replay
 from paceline.train.batches import PADDING, Prefixes
@@ -66,7 +66,7 @@ def test_answers_are_the_target_s_and_a_stopped_file_goes_on(
     whole = write_conversations(decoder, tokenizer, _DOCUMENTS, 24, path)
     assert whole == read_conversations(path)
     for each in whole:
-        task = Task(each.prompt, SamplingParams(each.temperature, seed=each.seed), 12)
+        task = Task(each.prompt, SamplingRules(each.temperature, seed=each.seed), 12)
         ((_, answer),) = write_texts(decoder, [task], tokenizer.eos_token_id)
         assert each.answer == tuple(answer)
         assert tokenizer.decode(each.prompt).endswith("assistant: ")
@@ -115,7 +115,7 @@ def test_signals_are_the_target_s_and_are_computed_once(target: Path, tmp_path: 
     signals = signals_of(decoder, target, texts, tmp_path, kv_layer=1, taps=[0, 1])
     assert signals.starts == [0, 30, 90, 91]
     for text, start in zip(texts, signals.starts, strict=False):
-        ((_, (token,)),) = write_texts(decoder, [Task(text, SamplingParams(0.0), 1)], None)
+        ((_, (token,)),) = write_texts(decoder, [Task(text, SamplingRules(0.0), 1)], None)
         last = signals.hidden[start + len(text) - 1]
         assert decoder.linears()[-1](last[None]).argmax().item() == token
     whole = replay(decoder, texts[1][:1], texts[1][1:], layers=[0, 1])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paceline.convert import load_config, load_decoder, open_model
 from paceline.drafter.methods.dspark import DSparkConfig
-from paceline.kernels.sampling import SamplingParams
+from paceline.kernels.sampling import SamplingRules
 from paceline.train.dspark import CHUNK, TrainingBlocks, label_weights, weighted_loss, whole_blocks
 from paceline.train.own_text import Task, write_texts
 from paceline.train.recipes.dspark import DSparkPreset
@@ -126,5 +126,5 @@ def test_the_target_reads_as_a_verifier_would(target: Path) -> None:
     assert torch.equal(own, states[300:456])
     whole = [tokens[0].tolist(), tokens[1, :156].tolist()]
     for text, state in zip(whole, (states[299], states[455]), strict=True):
-        ((_, (token,)),) = write_texts(reader.decoder, [Task(text, SamplingParams(0.0), 1)], None)
+        ((_, (token,)),) = write_texts(reader.decoder, [Task(text, SamplingRules(0.0), 1)], None)
         assert (reader.head.float() @ state).argmax().item() == token

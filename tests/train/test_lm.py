@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from paceline.convert import load_decoder
-from paceline.kernels import SamplingParams
+from paceline.kernels import SamplingRules
 from paceline.train.lm import teacher_of
 from paceline.train.model import build_model
 from paceline.train.own_text import Task, own_texts, write_texts
@@ -43,7 +43,7 @@ def test_own_texts_are_what_the_target_emits(target: Path, tmp_path: Path) -> No
     texts = own_texts(decoder, [document], 3, 0, path)
     for number, text in enumerate(texts):
         assert text[:128] == list(range(text[0], text[0] + 128))
-        task = Task(text[:128], SamplingParams(temperature=number % 2, seed=number), 384)
+        task = Task(text[:128], SamplingRules(temperature=number % 2, seed=number), 384)
         [(_, alone)] = write_texts(decoder, [task], stop=0)
         assert text[128:] == [token for token in alone if token]
     assert own_texts(decoder, [], 3, 0, path) == texts, "read from the file"

@@ -17,7 +17,7 @@ from paceline.kernels import (
     History,
     Proposal,
     QueryBlock,
-    SamplingParams,
+    SamplingRules,
     filter_logits,
     plan_trees,
 )
@@ -72,7 +72,7 @@ async def generate(client: Client, seed: int, tokens: int, **fields: Any) -> tup
 def chances(model: Path, tokens: int, top_k: int) -> dict[tuple[int, ...], float]:
     """Of all outcomes, by the target alone."""
     decoder = load_decoder(model)
-    params = SamplingParams(top_k=top_k)
+    params = SamplingRules(top_k=top_k)
 
     def following(text: list[int]) -> dict[int, float]:
         cache = LocalCache(decoder.config)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from verifier_support import Client, serving
 
-from paceline.kernels import SamplingParams
+from paceline.kernels import SamplingRules
 from paceline.text import Text
 from paceline.tree import TokenTree
 from paceline.v1 import sampling_pb2, verifier_pb2
@@ -124,7 +124,7 @@ async def test_drafting_begins_when_plain_steps_are_measured(client: Client) -> 
 
 def drawn(confidences: list[float], costs: CostTable) -> list[int]:
     """Nodes checked of a chain of samples, with these confidences."""
-    sampling = SamplingParams(temperature=1.0, rejection=True)
+    sampling = SamplingRules(temperature=1.0, rejection=True)
     job = DraftedText(Text([0], sampling=sampling))
     count = len(confidences)
     tree = TokenTree.chain([1] * count, confidences)

@@ -33,7 +33,7 @@ from stand_in import (
 from paceline.tree import TokenTree
 from paceline.v1 import drafter_pb2, tree_pb2
 from paceline.vllm import PacelineProposer, proposer, settings
-from paceline.vllm.texts import ABSENT_SECONDS, Texts
+from paceline.vllm.texts import ABSENT_SECONDS, RunningTexts
 
 Make = Callable[..., PacelineProposer]
 
@@ -300,14 +300,14 @@ def test_an_error_within_costs_drafts_only(make: Make, monkeypatch: pytest.Monke
     batch = Batch(make(draft="always"))
     request = Request([10, 11, 12], 60)
     batch.add(request)
-    follow, calls = Texts.follow, iter(range(1000))
+    follow, calls = RunningTexts.follow, iter(range(1000))
 
     def broken(*arguments: Any) -> Any:
         if next(calls) % 3 == 0:
             raise RuntimeError("broken")
         return follow(*arguments)
 
-    monkeypatch.setattr(Texts, "follow", broken)
+    monkeypatch.setattr(RunningTexts, "follow", broken)
     check(batch, request)
 
 

@@ -22,7 +22,7 @@ from paceline.kernels import (
     Plane,
     Proposal,
     QueryBlock,
-    SamplingParams,
+    SamplingRules,
     TreePlan,
     devices,
     perturbed_logits,
@@ -152,7 +152,7 @@ class ReferenceKernels:
     def perturb(
         self,
         logits: Tensor,
-        params: Sequence[SamplingParams],
+        params: Sequence[SamplingRules],
         positions: Sequence[int],
         ids: Tensor | None,
     ) -> Tensor:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.kernels.rows import RowKernels
-    from paceline.kernels.sampling import SamplingParams
+    from paceline.kernels.sampling import SamplingRules
 
 logger = logging.getLogger("paceline.kernels")
 
@@ -64,7 +64,7 @@ class DeviceKernels(Protocol):
     def perturb(
         self,
         logits: Tensor,
-        params: Sequence[SamplingParams],
+        params: Sequence[SamplingRules],
         positions: Sequence[int],
         ids: Tensor | None,
     ) -> Tensor:

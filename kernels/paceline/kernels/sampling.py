@@ -108,7 +108,7 @@ class History:
 
 
 @dataclass(frozen=True)
-class SamplingParams:
+class SamplingRules:
     """Sampling parameters of a request. Their ranges are not checked here, but bounded."""
 
     temperature: float = 1.0  # divides the logits; below `MIN_TEMPERATURE` 0; at most 2^60
@@ -161,7 +161,7 @@ def _bounded(penalty: float, lowest: float = -_MAX_PENALTY) -> float:
     return max(lowest, min(penalty, _MAX_PENALTY))
 
 
-def filter_logits(logits: Tensor, params: SamplingParams, history: History) -> Tensor:
+def filter_logits(logits: Tensor, params: SamplingRules, history: History) -> Tensor:
     """Apply the whole filter.
 
     Args:
@@ -176,7 +176,7 @@ def filter_logits(logits: Tensor, params: SamplingParams, history: History) -> T
     return _filtered(penalise(logits, params, history), params)
 
 
-def _filtered(logits: Tensor, params: SamplingParams) -> Tensor:
+def _filtered(logits: Tensor, params: SamplingRules) -> Tensor:
     """The filter without penalties and bias, as a new float32 ``[V]``; none at temperature 0."""
     if params.greedy:
         return logits.float()
@@ -187,7 +187,7 @@ def _filtered(logits: Tensor, params: SamplingParams) -> Tensor:
     return torch.full_like(scaled, -math.inf).index_copy_(0, ids, scaled[ids])
 
 
-def choose_token(logits: Tensor, params: SamplingParams, position: int, history: History) -> int:
+def choose_token(logits: Tensor, params: SamplingRules, position: int, history: History) -> int:
     """The token that the sampling contract determines.
 
     Args:
@@ -208,7 +208,7 @@ def choose_token(logits: Tensor, params: SamplingParams, position: int, history:
     return int(ids[_largest(scaled[ids] + gumbel_noise_at(params.seed, position, ids))])
 
 
-def _choose(logits: Tensor, params: SamplingParams, position: int) -> int | None:
+def _choose(logits: Tensor, params: SamplingRules, position: int) -> int | None:
     """The choice by the compiled kernels; None if a score is not finite."""
     check_range(params.seed, position)
     dense = logits.float().contiguous()
@@ -222,7 +222,7 @@ def _choose(logits: Tensor, params: SamplingParams, position: int) -> int | None
 
 def choose_tokens(
     logits: Tensor,
-    params: Sequence[SamplingParams],
+    params: Sequence[SamplingRules],
     positions: Sequence[int],
     drafted: Mapping[int, tuple[int, Proposal]] = MappingProxyType({}),
 ) -> Tensor:
@@ -287,7 +287,7 @@ def _draft_records(
 
 def perturbed_logits(
     logits: Tensor,
-    params: Sequence[SamplingParams],
+    params: Sequence[SamplingRules],
     positions: Sequence[int],
     ids: Tensor | None = None,
 ) -> Tensor:
@@ -315,7 +315,7 @@ def perturbed_logits(
     return scores
 
 
-def edits(params: SamplingParams, history: History) -> Edits:
+def edits(params: SamplingRules, history: History) -> Edits:
     """Penalties and bias of the token after a history."""
     seen = output = np.empty(0, np.int64)
     if params.repetition_penalty != 1:
@@ -361,7 +361,7 @@ def edit_rows(logits: Tensor, rows: Sequence[int], changes: Sequence[Edits]) -> 
         flat.index_copy_(0, at, new)
 
 
-def penalise(logits: Tensor, params: SamplingParams, history: History) -> Tensor:
+def penalise(logits: Tensor, params: SamplingRules, history: History) -> Tensor:
     """Penalties and bias on raw logits, as a new float32 ``[V]``.
 
     As elsewhere in the choice of one token, operations on all logits are NumPy's: PyTorch's wait
@@ -415,7 +415,7 @@ def _finite(values: Tensor) -> Tensor:
     return values.nan_to_num(nan=-_LARGEST, posinf=_LARGEST, neginf=-math.inf)
 
 
-def _survivors(scaled: Tensor, params: SamplingParams) -> Tensor | None:
+def _survivors(scaled: Tensor, params: SamplingRules) -> Tensor | None:
     """Ids that remain after min_p, top_k and top_p, int64; None if all do."""
     ids: Tensor | None = None
     if params.min_p > 0:
@@ -551,7 +551,7 @@ class Proposal:
 
 def accept_or_resample(
     logits: Tensor,
-    params: SamplingParams,
+    params: SamplingRules,
     position: int,
     history: History,
     drafted: int,

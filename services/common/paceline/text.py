@@ -8,19 +8,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any
 
-from paceline.kernels import SamplingParams
+from paceline.kernels import SamplingRules
 from paceline.sampling import Sampling
 from paceline.v1 import sampling_pb2
 
-_GREEDY = SamplingParams(temperature=0.0)
+_GREEDY = SamplingRules(temperature=0.0)
 
 
-def sampling_params(sampling: Sampling) -> SamplingParams:
+def sampling_rules(sampling: Sampling) -> SamplingRules:
     """Convert sampling parameters for the kernels: verifier and drafter must sample alike."""
     bias = tuple(sorted((sampling.logit_bias or {}).items()))
     own: dict[str, Any] = {"logit_bias": bias, "rejection": sampling.rejects}
-    names = {field.name for field in fields(SamplingParams)} - own.keys()
-    return SamplingParams(**own, **{name: getattr(sampling, name) for name in names})
+    names = {field.name for field in fields(SamplingRules)} - own.keys()
+    return SamplingRules(**own, **{name: getattr(sampling, name) for name in names})
 
 
 class Text:
@@ -36,7 +36,7 @@ class Text:
         output: Iterable[int] = (),
         *,
         limit: int = 1,
-        sampling: SamplingParams = _GREEDY,
+        sampling: SamplingRules = _GREEDY,
         stop_ids: frozenset[int] = frozenset(),
         owner: str = "",
         message: sampling_pb2.SamplingParams | None = None,

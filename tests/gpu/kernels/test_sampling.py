@@ -8,7 +8,7 @@ import torch
 from paceline.kernels import (
     History,
     Proposal,
-    SamplingParams,
+    SamplingRules,
     accept_or_resample,
     choose_token,
     choose_tokens,
@@ -33,7 +33,7 @@ def test_tokens_are_those_of_the_cpu(
     rng = random.Random(0)
     logits = 4 * torch.randn(rows, vocab)
     logits = logits.bfloat16() if vocab > 5000 else logits  # with many ties
-    params = [SamplingParams(**KINDS[kind], seed=rng.getrandbits(64)) for _ in range(rows)]  # type: ignore[arg-type]
+    params = [SamplingRules(**KINDS[kind], seed=rng.getrandbits(64)) for _ in range(rows)]  # type: ignore[arg-type]
     positions = [rng.getrandbits(30) for _ in range(rows)]
     empty = History([])
     assert choose_tokens(logits.to(device), params, positions).tolist() == [
@@ -45,7 +45,7 @@ def test_tokens_are_those_of_the_cpu(
 def test_drafts_are_accepted_or_replaced_as_on_the_cpu(device: torch.device) -> None:
     torch.manual_seed(0)
     logits, empty = 4 * torch.randn(40, 128_256), History([])
-    params, drafted = SamplingParams(top_p=0.95, seed=7, rejection=True), {}
+    params, drafted = SamplingRules(top_p=0.95, seed=7, rejection=True), {}
     for row in range(0, 40, 2):
         proposal = Proposal.likeliest(logits[row] + torch.randn(128_256), 20)
         drafted[row] = proposal.draw(params.seed, row), proposal

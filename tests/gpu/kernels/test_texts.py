@@ -14,7 +14,7 @@ from paceline.kernels import (
     Probe,
     ProbedBlock,
     QueryBlock,
-    SamplingParams,
+    SamplingRules,
     choose_tokens,
     plan_trees,
 )
@@ -27,7 +27,7 @@ TOKENS = 96
 class Text:
     """One text, extended by trees whose right path is accepted."""
 
-    def __init__(self, decoder: Decoder, sampling: SamplingParams, graphs: bool = False) -> None:
+    def __init__(self, decoder: Decoder, sampling: SamplingRules, graphs: bool = False) -> None:
         self.decoder, self.sampling = decoder, sampling
         self.pages = Pages(decoder.config, decoder.device, 2048)
         self.graphs = GraphRunner(decoder, self.pages) if graphs else None
@@ -140,12 +140,12 @@ def decoders(device: torch.device) -> tuple[Decoder, Decoder]:
 @pytest.mark.parametrize(
     "sampling",
     [
-        SamplingParams(temperature=0.0),
-        SamplingParams(temperature=1.0, top_p=0.95, top_k=300, seed=1),
+        SamplingRules(temperature=0.0),
+        SamplingRules(temperature=1.0, top_p=0.95, top_k=300, seed=1),
     ],
 )
 @torch.inference_mode()
-def test_texts_are_those_of_the_cpu(device: torch.device, sampling: SamplingParams) -> None:
+def test_texts_are_those_of_the_cpu(device: torch.device, sampling: SamplingRules) -> None:
     prompt = torch.randint(SMALL.vocab_size, (200,)).tolist()
     plain = []
     cpu, gpu = decoders(device)

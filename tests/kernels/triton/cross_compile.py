@@ -32,7 +32,7 @@ from paceline.kernels import (
     PagedPlane,
     Probe,
     QueryBlock,
-    SamplingParams,
+    SamplingRules,
     plan_trees,
 )
 from paceline.kernels.caches import Plane
@@ -202,7 +202,7 @@ def compile_experts(kind: torch.dtype, experts: int, width: int, *, bias: bool) 
 def compile_sampling(kind: torch.dtype, vocab: int = 151_936) -> None:
     """The sampling contract over logits of a type, and rejection sampling."""
     logits, ids = empty(2, vocab, dtype=kind), empty(vocab, dtype=torch.int64)
-    for params in ([SamplingParams()] * 2, [SamplingParams(top_k=1)] * 2):
+    for params in ([SamplingRules()] * 2, [SamplingRules(top_k=1)] * 2):
         perturbed(logits, params, [0, 1])
         perturbed(logits, params, [0, 1], ids)
     drafts, chances = np.zeros((1, 5), np.int64), np.zeros((2, 40), np.int64)

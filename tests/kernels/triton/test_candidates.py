@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from paceline.drafter.growth.levels import LevelTrees, TreeShape
-from paceline.kernels import SamplingParams, best_candidates, perturbed_logits
+from paceline.kernels import SamplingRules, best_candidates, perturbed_logits
 
 INF = math.inf
 
@@ -53,8 +53,8 @@ def test_noise_and_filters_are_those_of_the_contract(filtered: bool) -> None:
 
     torch.manual_seed(0)
     logits = 2 * torch.randn(3, 1500)
-    params = [SamplingParams(temperature=0.0), SamplingParams(seed=3, temperature=0.7)]
-    params.append(SamplingParams(seed=1 << 63, top_k=9 if filtered else 0, min_p=0.0))
+    params = [SamplingRules(temperature=0.0), SamplingRules(seed=3, temperature=0.7)]
+    params.append(SamplingRules(seed=1 << 63, top_k=9 if filtered else 0, min_p=0.0))
     positions = [5, 1 << 33, 70]
     ids = 3 * torch.arange(1500)
     record = torch.from_numpy(sampling_record(params, positions))

@@ -7,12 +7,12 @@ import pytest
 import torch
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
-from kernel_cases import sampling_params
+from kernel_cases import sampling_rules
 
 from paceline.kernels import (
     History,
     Proposal,
-    SamplingParams,
+    SamplingRules,
     accept_or_resample,
     choose_token,
     filter_logits,
@@ -21,8 +21,8 @@ from paceline.kernels import (
 from paceline.kernels.sampling import _draft_records
 
 NONE = History([1])
-ONE = SamplingParams(temperature=0.7, top_k=3, min_p=0.5)  # one token is left of three
-FLAT = SamplingParams(temperature=1.9, top_p=0.999)  # more tokens are left than candidates
+ONE = SamplingRules(temperature=0.7, top_k=3, min_p=0.5)  # one token is left of three
+FLAT = SamplingRules(temperature=1.9, top_p=0.999)  # more tokens are left than candidates
 
 
 FINE: dict[str, Any] = {
@@ -36,13 +36,13 @@ COARSE = FINE | {"vocab": 1500, "coarse": True, "dtype": torch.bfloat16, "seed":
 @settings(max_examples=8, phases=set(Phase) - {Phase.shrink})
 @example(params=[ONE, FLAT], **FINE)
 # Sums of floats kept 15 tokens here and 16 there.
-@example(params=[SamplingParams(temperature=0.3, top_p=0.999)], **FINE | {"seed": 314, "bests": 64})
+@example(params=[SamplingRules(temperature=0.3, top_p=0.999)], **FINE | {"seed": 314, "bests": 64})
 # Both filters keep more tokens than there are candidates.
-@example(params=[SamplingParams(temperature=1.9, top_p=0.9, top_k=900), FLAT], **COARSE)
+@example(params=[SamplingRules(temperature=1.9, top_p=0.9, top_k=900), FLAT], **COARSE)
 # And than there is room for.
-@example(params=[SamplingParams(temperature=1.9, top_p=0.9), FLAT], **COARSE | {"room": 8})
+@example(params=[SamplingRules(temperature=1.9, top_p=0.9), FLAT], **COARSE | {"room": 8})
 @given(
-    params=st.lists(sampling_params(), min_size=1, max_size=2),
+    params=st.lists(sampling_rules(), min_size=1, max_size=2),
     position=st.integers(0, 2**40),
     vocab=st.sampled_from([1, 5, 1023, 1500]),
     coarse=st.booleans(),
@@ -52,7 +52,7 @@ COARSE = FINE | {"vocab": 1500, "coarse": True, "dtype": torch.bfloat16, "seed":
     room=st.sampled_from([8, 5000]),
 )
 def test_any_row_gets_the_token_of_the_contract(
-    params: list[SamplingParams], position: int, vocab: int, coarse: bool, dtype: torch.dtype,
+    params: list[SamplingRules], position: int, vocab: int, coarse: bool, dtype: torch.dtype,
     seed: int, bests: int, room: int,
 ) -> None:  # fmt: skip
     """Of one program with all candidates, or of several with too few."""
@@ -77,11 +77,11 @@ def test_any_row_gets_the_token_of_the_contract(
 
 
 EXTREMES = [
-    SamplingParams(temperature=1e-38, top_p=0.9),
-    SamplingParams(temperature=1e-17, top_p=0.9),
-    SamplingParams(temperature=3e38, top_p=0.999, min_p=1e-45),
-    SamplingParams(top_p=1e-45, top_k=2**32 - 1),
-    SamplingParams(temperature=0.5),
+    SamplingRules(temperature=1e-38, top_p=0.9),
+    SamplingRules(temperature=1e-17, top_p=0.9),
+    SamplingRules(temperature=3e38, top_p=0.999, min_p=1e-45),
+    SamplingRules(top_p=1e-45, top_k=2**32 - 1),
+    SamplingRules(temperature=0.5),
 ]
 
 
@@ -105,14 +105,14 @@ def test_extreme_parameters_and_logits_give_the_tokens_of_the_cpu(place: float |
 
 @settings(max_examples=8, phases=set(Phase) - {Phase.shrink})
 @given(
-    params=sampling_params().filter(lambda each: not each.greedy),
+    params=sampling_rules().filter(lambda each: not each.greedy),
     position=st.integers(0, 2**40),
     vocab=st.sampled_from([1, 5, 700, 1500]),
     kind=st.sampled_from(["any", "close", "equal", "certain"]),
     seed=st.integers(0, 1000),
 )
 def test_drafts_are_accepted_or_replaced_as_on_the_cpu(
-    params: SamplingParams, position: int, vocab: int, kind: str, seed: int
+    params: SamplingRules, position: int, vocab: int, kind: str, seed: int
 ) -> None:
     """Of eight drafts, with a row between them that has none."""
     from paceline.kernels.triton import backend
@@ -156,7 +156,7 @@ def test_rows_far_apart_and_a_reduced_vocabulary() -> None:
     memory = torch.empty((1 << 31) + 600, dtype=torch.bfloat16)
     logits = memory.as_strided((2, 500), ((1 << 31) + 64, 1))
     logits.copy_(torch.randn(2, 500, generator=torch.Generator().manual_seed(0)))
-    params = [SamplingParams(seed=1, top_k=9), SamplingParams(seed=2, top_p=0.5)]
+    params = [SamplingRules(seed=1, top_k=9), SamplingRules(seed=2, top_p=0.5)]
     ids = 3 * torch.arange(500)
     positions = [1 << 20, (1 << 33) + 5]
     expected = perturbed_logits(logits, params, positions, ids)

@@ -20,7 +20,7 @@ from paceline.drafter.kv.reader import StateReader, StreamingReader
 from paceline.drafter.methods.base import Budget, Drafter, GenerationInfo, Update
 from paceline.kernels import plan_trees
 from paceline.sampling import Sampling
-from paceline.text import sampling_params
+from paceline.text import sampling_rules
 from paceline.train.own_text import Task, write_texts
 from paceline.tree import TokenTree, accepted_tokens
 
@@ -112,7 +112,7 @@ def record(
         ValueError: The prompt is empty, or the text does not fit the target's context.
     """
     _check_length(target, prompt, count)
-    ((_, tokens),) = write_texts(target, [Task(prompt, sampling_params(sampling), count)], None)
+    ((_, tokens),) = write_texts(target, [Task(prompt, sampling_rules(sampling), count)], None)
     return replay(target, prompt, tokens, sampling, layers)
 
 

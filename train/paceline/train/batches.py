@@ -19,7 +19,7 @@ _SORTED = 64  # texts among which those of a batch are chosen by length: less pa
 _ROUND = 32  # rows have a multiple of this length
 
 
-class Rows(Protocol):
+class RowStream(Protocol):
     """An endless sequence of batches, which can be resumed at any position."""
 
     position: Position

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from paceline.decoder import Decoder
-from paceline.kernels.sampling import SamplingParams
+from paceline.kernels.sampling import SamplingRules
 from paceline.train.acceptance import Recording
 from paceline.train.corpus import Corpus, EncodedDocuments, load_tokenizer
 from paceline.train.own_text import Task, write_texts
@@ -284,7 +284,7 @@ def _complete(
     tasks = [
         Task(
             template.head(questions[number]),
-            SamplingParams(temperature=1.0, min_p=0.02, seed=seed),
+            SamplingRules(temperature=1.0, min_p=0.02, seed=seed),
             _QUESTION,
         )
         for number, seed in zip(numbers, _seeds(draw, len(numbers)), strict=True)
@@ -309,7 +309,7 @@ def _answer(
     seeds = _seeds(draw, len(questions))
     tasks = []
     for number, (question, seed) in enumerate(zip(questions, seeds, strict=True)):
-        params = SamplingParams(temperature=_HEATS[number % 2], seed=seed)
+        params = SamplingRules(temperature=_HEATS[number % 2], seed=seed)
         length = _DOCUMENT_ANSWER if question.kind == "document" else _ANSWER
         tasks.append(Task(template.whole(question), params, length))
     found = sorted(phase.take(write_texts(decoder, tasks, template.stop)))

@@ -26,10 +26,10 @@ from paceline.drafter.methods.base import LoadError
 from paceline.drafter.methods.checkpoint import CONFIG_FILE, TargetRef, check_target, read_fit
 from paceline.drafter.methods.layers import LayerShape
 from paceline.kernels import processor_name
-from paceline.kernels.sampling import SamplingParams
+from paceline.kernels.sampling import SamplingRules
 from paceline.service.cpus import usable_cpus
 from paceline.train.acceptance import Recording, accepted_per_round, replay, rounds
-from paceline.train.batches import Batches, Rows
+from paceline.train.batches import Batches, RowStream
 from paceline.train.calibration import Chain
 from paceline.train.corpus import Corpus, encode_all, load_tokenizer
 from paceline.train.loop import Loss, Optimizer, train
@@ -224,7 +224,7 @@ def write_after(
         return []
     prompts = [tuple(ids[:length]) for ids in documents if len(ids) > length][: count or TEXTS]
     tasks = [
-        Task(prompt, SamplingParams(temperature=temperature, seed=seed), TOKENS)
+        Task(prompt, SamplingRules(temperature=temperature, seed=seed), TOKENS)
         for seed, prompt in enumerate(prompts)
     ]
     phase = Phase("writing held-out texts", len(tasks))
@@ -294,7 +294,7 @@ class Objective:
 def train_drafter(
     drafter: DrafterModel,
     objective: Objective,
-    batches: Rows,
+    batches: RowStream,
     plan: Plan,
     run: Run,
     heldout: Heldout,

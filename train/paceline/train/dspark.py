@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from paceline.convert import ModelSource, load_decoder, open_model
 from paceline.drafter.methods.checkpoint import load_weights
 from paceline.drafter.methods.dspark import DSparkConfig, read_dspark, save_dspark
-from paceline.train.batches import PADDING, Answers, Batches, Rows
+from paceline.train.batches import PADDING, Answers, Batches, RowStream
 from paceline.train.blocks import store_blocks
 from paceline.train.calibration import fit_temperatures
 from paceline.train.conversations import OwnTexts
@@ -430,7 +430,7 @@ class DSparkTrainer(LayerTrainer[DSparkPreset, DSparkDrafterModel]):
         signals: Signals,
         texts: OwnTexts,
         plan: Plan,
-    ) -> tuple[nn.Module, Loss, Rows]:
+    ) -> tuple[nn.Module, Loss, RowStream]:
         prompts = (len(each.prompt) for each in texts.trained)
         answers = [start + prompt for start, prompt in zip(signals.starts, prompts, strict=False)]
         loss = SignalBlockLoss(drafter.model, embedding, head, signals, answers, self.preset)

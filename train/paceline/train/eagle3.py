@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from paceline.convert import ModelSource
 from paceline.drafter.methods.checkpoint import load_weights
 from paceline.drafter.methods.eagle3 import Eagle3Config, read_eagle3, save_eagle3
-from paceline.train.batches import Batches, Rows
+from paceline.train.batches import Batches, RowStream
 from paceline.train.blocks import store_blocks
 from paceline.train.conversations import OwnTexts
 from paceline.train.drafters import LayerDrafterModel, Objective, parameters, trained_levels
@@ -117,7 +117,7 @@ class Eagle3Trainer(LayerTrainer[Eagle3Preset, Eagle3DrafterModel]):
         signals: Signals,
         texts: OwnTexts,
         plan: Plan,
-    ) -> tuple[nn.Module, Loss, Rows]:
+    ) -> tuple[nn.Module, Loss, RowStream]:
         return unrolled_on_answers(drafter.model, embedding, head, signals, texts, self.preset)
 
     def shape_section(self, drafter: Eagle3DrafterModel) -> str:

@@ -17,7 +17,7 @@ from paceline.convert.weights import Checkpoint
 from paceline.decoder import Decoder
 from paceline.drafter.methods.longspec import LongSpecConfig, read_longspec, save_longspec
 from paceline.kernels import SINKS
-from paceline.train.batches import PADDING, Batches, Prefixes, Rows
+from paceline.train.batches import PADDING, Batches, Prefixes, RowStream
 from paceline.train.blocks import store_blocks
 from paceline.train.conversations import OwnTexts
 from paceline.train.corpus import Corpus, encode_all, load_tokenizer
@@ -453,7 +453,7 @@ class LongSpecTrainer(LayerTrainer[LongSpecPreset, LongSpecDrafterModel]):
         signals: Signals,
         texts: OwnTexts,
         plan: Plan,
-    ) -> tuple[nn.Module, Loss, Rows]:
+    ) -> tuple[nn.Module, Loss, RowStream]:
         loss = SignalLoss(drafter.model, embedding, head, signals, self.preset, plan)
         return (
             drafter.model,

@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn, optim
 
-from paceline.train.batches import Position, Rows
+from paceline.train.batches import Position, RowStream
 from paceline.train.presets import Plan
 from paceline.train.run import Progress, Run
 
@@ -124,7 +124,7 @@ def _is_matrix(name: str, parameter: nn.Parameter) -> bool:
 
 
 def save_run(
-    folder: Path, model: nn.Module, optimizer: Optimizer, batches: Rows, progress: Progress
+    folder: Path, model: nn.Module, optimizer: Optimizer, batches: RowStream, progress: Progress
 ) -> None:
     """Write everything that a bit-exact resumption needs: weights, optimizer, data position, RNG.
 
@@ -144,7 +144,7 @@ def save_run(
 
 
 def load_run(
-    folder: Path, model: nn.Module, optimizer: Optimizer, batches: Rows
+    folder: Path, model: nn.Module, optimizer: Optimizer, batches: RowStream
 ) -> Progress | None:
     """Restore what `save_run` wrote; None if `folder` holds no run.
 
@@ -164,7 +164,7 @@ def load_run(
 def train(
     model: nn.Module,
     loss: Loss,
-    batches: Rows,
+    batches: RowStream,
     optimizer: Optimizer,
     plan: Plan,
     run: Run,

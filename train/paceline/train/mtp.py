@@ -17,7 +17,7 @@ from paceline.drafter.methods.base import SECTION
 from paceline.drafter.methods.checkpoint import CONFIG_FILE
 from paceline.drafter.methods.mtp import MtpConfig, save_mtp
 from paceline.drafter.methods.mtp.config import load_mtp
-from paceline.train.batches import Batches, Rows
+from paceline.train.batches import Batches, RowStream
 from paceline.train.blocks import store_blocks
 from paceline.train.conversations import OwnTexts
 from paceline.train.drafters import LayerDrafterModel, Objective, parameters
@@ -129,7 +129,7 @@ class MtpTrainer(LayerTrainer[MtpPreset, MtpDrafterModel]):
         signals: Signals,
         texts: OwnTexts,
         plan: Plan,
-    ) -> tuple[nn.Module, Loss, Rows]:
+    ) -> tuple[nn.Module, Loss, RowStream]:
         return unrolled_on_answers(drafter.model, embedding, head, signals, texts, self.preset)
 
     def shape_section(self, drafter: MtpDrafterModel) -> str:

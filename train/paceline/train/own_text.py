@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paceline.decoder import Decoder, LocalCache
 from paceline.kernels import QueryBlock, plan_trees
-from paceline.kernels.sampling import History, SamplingParams, choose_token
+from paceline.kernels.sampling import History, SamplingRules, choose_token
 from paceline.kernels.trees import MAX_TREE_NODES
 from paceline.train.corpus import Documents
 from paceline.train.phases import Phase
@@ -30,7 +30,7 @@ class Task:
     """A text to generate: prompt, sampling parameters, and number of tokens to add."""
 
     prompt: Sequence[int]
-    params: SamplingParams
+    params: SamplingRules
     count: int
 
 
@@ -131,7 +131,7 @@ def own_texts(
     if not path.is_file():
         draw = np.random.default_rng(0)
         tasks = [
-            Task(ids, SamplingParams(temperature=number % 2, seed=number), _LENGTH - PROMPT)
+            Task(ids, SamplingRules(temperature=number % 2, seed=number), _LENGTH - PROMPT)
             for number, ids in enumerate(random_prompts(documents, count, draw))
         ]
         phase = Phase("writing the target's own texts", count, until=end)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from paceline.convert import ModelSource, load_decoder, open_model
 from paceline.decoder import Decoder
 from paceline.drafter.methods.layers import LayerShape
-from paceline.train.batches import Batches, Rows
+from paceline.train.batches import Batches, RowStream
 from paceline.train.conversations import OwnTexts
 from paceline.train.corpus import Corpus, load_tokenizer
 from paceline.train.drafters import (
@@ -114,7 +114,7 @@ class LayerTrainer(Trainer[P, D], Generic[P, D]):
     def signal_loss(
         self, drafter: D, embedding: Tensor, head: Tensor, signals: Signals, texts: OwnTexts,
         plan: Plan,
-    ) -> tuple[nn.Module, Loss, Rows]:  # fmt: skip
+    ) -> tuple[nn.Module, Loss, RowStream]:  # fmt: skip
         """What a run on conversations trains, its loss, and its batches."""
 
     def long_rounds(self, drafter: D, decoder: Decoder, corpus: Corpus, out: Path) -> Rounds:

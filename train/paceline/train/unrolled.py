@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline.convert import ModelSource, load_decoder, open_model
-from paceline.train.batches import Answers, Batches, Rows
+from paceline.train.batches import Answers, Batches, RowStream
 from paceline.train.conversations import OwnTexts
 from paceline.train.drafters import LayerDrafterModel, Objective
 from paceline.train.longspec import divergence
@@ -193,7 +193,7 @@ def unrolled_on_texts(
 def unrolled_on_answers(
     model: FeedbackModel, embedding: Tensor, head: Tensor, signals: Signals, texts: OwnTexts,
     preset: UnrolledPreset,
-) -> tuple[nn.Module, Loss, Rows]:  # fmt: skip
+) -> tuple[nn.Module, Loss, RowStream]:  # fmt: skip
     """What a run on conversations trains, its loss, and its batches."""
     prompts = (len(each.prompt) for each in texts.trained)
     answers = [start + prompt for start, prompt in zip(signals.starts, prompts, strict=False)]

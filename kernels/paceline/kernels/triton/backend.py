@@ -42,7 +42,7 @@ from paceline.kernels.triton.tiles import Tiling, little_shared_memory, part_row
 if TYPE_CHECKING:
     from paceline.kernels.rotated import IntSums
     from paceline.kernels.rows import Norm
-    from paceline.kernels.sampling import SamplingParams
+    from paceline.kernels.sampling import SamplingRules
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _ALIGN = 16
@@ -354,7 +354,7 @@ def _read(given: Tensor | IntSums) -> tuple[Tensor, tuple[Tensor, ...], dict[str
 
 def perturbed(
     logits: Tensor,
-    params: Sequence[SamplingParams],
+    params: Sequence[SamplingRules],
     positions: Sequence[int],
     ids: Tensor | None = None,
 ) -> Tensor:
@@ -441,9 +441,7 @@ def accept_drafts(
     )  # fmt: skip
 
 
-def sampling_record(
-    params: Sequence[SamplingParams], positions: Sequence[int]
-) -> NDArray[np.int64]:
+def sampling_record(params: Sequence[SamplingRules], positions: Sequence[int]) -> NDArray[np.int64]:
     """Numbers of each row, int64 ``[R, 6]``: seed, position, top_k, and as float64 temperature,
     log min_p and top_p."""
     seeds = np.array([each.seed for each in params], np.uint64).view(np.int64)

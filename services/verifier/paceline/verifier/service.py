@@ -16,7 +16,7 @@ import grpc
 import torch
 
 from paceline.decoder import BatchInvariance, GraphRunner
-from paceline.kernels import SamplingParams, choose_tokens
+from paceline.kernels import SamplingRules, choose_tokens
 from paceline.service import Gate, limits
 from paceline.service.phases import phases
 from paceline.service.runtime import trim
@@ -167,7 +167,7 @@ class VerifierService:
         """Compile kernels and capture graphs on the engine thread."""
         steps = graphs.warm_up()
         row = torch.zeros(1, self._decoder.config.vocab_size, dtype=self._decoder.config.dtype)
-        params = SamplingParams(top_k=1)  # all kernels
+        params = SamplingRules(top_k=1)  # all kernels
         choose = partial(choose_tokens, row.to(self._decoder.device), [params], [0])
         phases.begin("compiling kernels")
         await self.engine.between_steps(partial(graphs.compile, [choose], phases.reached))

@@ -36,7 +36,7 @@ from paceline.verifier.scheduler.scheduler import Scheduler
 from paceline.verifier.telemetry import add_round
 from paceline.vllm.review import review
 from paceline.vllm.settings import TRIED, Settings, vllm_version
-from paceline.vllm.texts import Texts, VllmText
+from paceline.vllm.texts import RunningTexts, VllmText
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import Tracer
@@ -83,7 +83,7 @@ class PacelineProposer:
         model, own = settings.model, settings.own
         self.address = ""  # where drafter services join; empty if they cannot
         self._lock = DraftingLock(self._read_tree)
-        self._texts = Texts(model.max_context, lookup=own.lookup == "on")
+        self._texts = RunningTexts(model.max_context, lookup=own.lookup == "on")
         self._scheduler = Scheduler(
             rising_table() if settings.on_cpu else flat_table(), MAX_NODES, lockstep=True
         )

@@ -66,7 +66,7 @@ class VllmText(DraftedText):
         return self.lookup.propose(nodes, nodes, _WARM_TOKENS).best_chain()
 
 
-class Texts:
+class RunningTexts:
     """The texts that run, by their tokens."""
 
     def __init__(self, limit: int, *, lookup: bool) -> None:

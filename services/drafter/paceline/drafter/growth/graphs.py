@@ -39,7 +39,7 @@ from paceline.kernels import (
     EqualBlocks,
     KVCacheView,
     QueryBlock,
-    SamplingParams,
+    SamplingRules,
     TreePlan,
     send,
 )
@@ -233,7 +233,7 @@ class DraftGraphs:
         )
 
 
-def _noise(params: SamplingParams) -> int:
+def _noise(params: SamplingRules) -> int:
     if params.greedy:
         return 0
     return 2 if params.top_k > 0 or params.top_p < 1 or params.min_p > 0 else 1
@@ -333,7 +333,7 @@ class _Graph(Passes):
     def fill(
         self,
         draft: HostDraft,
-        params: Sequence[SamplingParams],
+        params: Sequence[SamplingRules],
         lengths: Sequence[int],
         last: Sequence[int],
     ) -> bool:
@@ -454,11 +454,11 @@ class _Graph(Passes):
         wide = rows.shape[1] // places.shape[1] % ALIGN == 0
         return None if wide and (places % ALIGN).any() else places
 
-    def _fill_records(self, params: Sequence[SamplingParams], lengths: Sequence[int]) -> None:
+    def _fill_records(self, params: Sequence[SamplingRules], lengths: Sequence[int]) -> None:
         from paceline.kernels.triton.backend import sampling_record
 
         missing = self._sequences - len(params)
-        padded = [*params, *[SamplingParams(temperature=0.0)] * missing]
+        padded = [*params, *[SamplingRules(temperature=0.0)] * missing]
         base = sampling_record(padded, [*lengths, *[0] * missing])
         for level, table in enumerate(self._records):
             rows = self._staging.host[table]

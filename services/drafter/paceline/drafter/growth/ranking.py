@@ -10,7 +10,7 @@ from torch import Tensor
 from paceline.kernels import (
     History,
     Proposal,
-    SamplingParams,
+    SamplingRules,
     best_candidates,
     edit_rows,
     edits,
@@ -41,7 +41,7 @@ class Ranker:
 
     def __init__(
         self,
-        params: SamplingParams,
+        params: SamplingRules,
         *,
         prompt: Sequence[int],
         output: Sequence[int],

@@ -17,7 +17,7 @@ from paceline.drafter.growth.ranking import Ranker
 from paceline.drafter.kv import KvGone
 from paceline.kernels import CHUNK, MAX_TREE_NODES, QueryBlock, send
 from paceline.kernels.structures import DraftText
-from paceline.text import sampling_params
+from paceline.text import sampling_rules
 from paceline.tree import EMPTY, TokenTree
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class GrownSequence(DraftSequence):
         self.tokens: list[int] | deque[int] = list(tokens) if kept is None else deque(tokens, kept)
         self.length = len(tokens)  # tokens of the text, those that are not kept included
         self.ranker = Ranker(
-            sampling_params(generation.sampling),
+            sampling_rules(generation.sampling),
             prompt=tokens[: generation.prompt_length],
             output=tokens[generation.prompt_length :],
             vocab_size=min(generation.vocab_size, settings.vocab_size),

@@ -24,7 +24,7 @@ from paceline.decoder import receive
 from paceline.kernels import (
     Edits,
     Proposal,
-    SamplingParams,
+    SamplingRules,
     accept_or_resample,
     best_candidates,
     choose_token,
@@ -396,7 +396,7 @@ class _Rows:
     """Rows whose tokens are chosen on the device."""
 
     rows: list[int] = field(default_factory=list)
-    params: list[SamplingParams] = field(default_factory=list)
+    params: list[SamplingRules] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     edited: dict[int, Edits] = field(default_factory=dict)
     masks: dict[int, NDArray[np.uint8]] = field(default_factory=dict)

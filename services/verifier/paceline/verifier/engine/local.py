@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from paceline.kernels import SamplingParams, gumbel_noise_at
+from paceline.kernels import SamplingRules, gumbel_noise_at
 from paceline.sources.grammar import GrammarOwners, GrammarSource
 from paceline.sources.ngram import NgramOptions, NgramOwners, NgramSource
 from paceline.sources.ratio import worth_drafting
@@ -127,7 +127,7 @@ def use_guess(job: DraftedText) -> None:
         job.set_draft(Draft(job.guess, LOCAL))
 
 
-def _by_noise(sampling: SamplingParams) -> Rank | None:
+def _by_noise(sampling: SamplingRules) -> Rank | None:
     """The order in which the noise of the contract puts candidates; None if there is none."""
     if sampling.greedy:
         return None

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from functools import partial
 
 from paceline.checks import ParameterError
-from paceline.kernels import SamplingParams
+from paceline.kernels import SamplingRules
 from paceline.sampling import CONSTRAINTS, Sampling
 from paceline.service import ServiceError, limits
 from paceline.service.tasks import in_thread
-from paceline.text import Text, sampling_params
+from paceline.text import Text, sampling_rules
 from paceline.tree import MAX_NODES, TokenTree, TreeError
 from paceline.v1 import sampling_pb2, tree_pb2, verifier_pb2
 from paceline.verifier.engine.drafted import Share, StepOutput
@@ -147,10 +147,10 @@ def check_drafter(name: str) -> None:
         )
 
 
-def read_sampling(message: sampling_pb2.SamplingParams, model: Model) -> SamplingParams:
+def read_sampling(message: sampling_pb2.SamplingParams, model: Model) -> SamplingRules:
     """Read and check sampling parameters. Raises ``ServiceError``: INVALID_ARGUMENT."""
     try:
-        params = sampling_params(Sampling.from_proto(message))
+        params = sampling_rules(Sampling.from_proto(message))
     except ParameterError as error:
         reason = "INVALID_SCHEMA" if error.parameter in CONSTRAINTS else "INVALID_SAMPLING"
         raise _invalid(reason, str(error)) from error
