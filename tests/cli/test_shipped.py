@@ -11,6 +11,7 @@ from gguf_files import Kind, write_gguf
 from tiny_models import write_model, write_tokenizer
 
 from paceline.cli import shipped
+from paceline.convert import prepare
 from paceline.drafter.methods.checkpoint import TargetRef
 from paceline.drafter.methods.dspark import DSparkConfig, save_dspark
 from paceline.train.modules import DSparkModel
@@ -94,6 +95,13 @@ def test_drafters_fit_every_format_of_their_target(
             f"dspark=dspark:{first},target={path}",
             "ngram=ngram",
         ]
+    path = write_gguf(tmp_path / "blocks.gguf", target, Kind.Q8_0)
+    monkeypatch.setattr(shipped, "_LARGE", 1)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert shipped.drafters_for(path)[0] == "ngram=ngram", "so small a file stays in its blocks"
+    packed = prepare(path, "int8")
+    monkeypatch.setattr("paceline.convert.prepare", lambda *_, **__: packed)
+    assert shipped.drafters_for(path)[0].startswith("dspark="), "the format that it was packed in"
 
 
 def test_a_large_gguf_file_in_blocks_has_a_default(

@@ -75,8 +75,10 @@ def drafters_for(
     """
     import torch
 
-    from paceline.convert import open_model
+    from paceline.convert import open_model, prepare
+    from paceline.convert.fastest import BLOCKS
     from paceline.drafter.methods import method_class
+    from paceline.service.phases import packing
 
     model, adapter = open_model(target, lora), f",lora={lora}" if lora else ""
     on_cpu = device == "cpu"
@@ -105,7 +107,10 @@ def drafters_for(
     if recurrent:
         return load
     if on_cpu and model.weight_bytes >= _LARGE and not torch.cuda.is_available():
-        if (first := _FIRST[model.config(weights).weights]) == "selfspec":
+        stored = model.config(weights).weights
+        if trained and weights == "auto" and stored == BLOCKS:  # or 8 bits, where these are faster
+            stored = prepare(target, weights, lora, progress=packing).description.config.weights
+        if (first := _FIRST[stored]) == "selfspec":
             return [own, *trained, "ngram=ngram"]
         load.sort(key=lambda spec: not spec.startswith(f"{first}="))
     return load
