@@ -12,9 +12,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 BUDGET = {
     "kernels": 14_175,
-    "services/common": 12_990,
+    "services/common": 13_310,
     "services/verifier": 10_450,
-    "services/drafter": 11_572,
+    "services/drafter": 10_920,
     "client": 15_140,
     "train": 6_440,
     "bench": 7_055,

@@ -181,11 +181,13 @@ def test_a_folder_is_inspected(tmp_path: Path, capsys: pytest.CaptureFixture[str
     torch = pytest.importorskip("torch")
     from safetensors.torch import save_file
 
-    from paceline.drafter.methods.eagle3.config import eagle3_config
+    from paceline.convert.drafters import published_shape
+    from paceline.drafter.methods.eagle3 import Eagle3Config
     from paceline.train.modules import Eagle3Model
 
     (tmp_path / "config.json").write_text(json.dumps(EAGLE3))
-    weights = Eagle3Model(eagle3_config(EAGLE3)).state_dict()
+    config = Eagle3Config.from_json(published_shape(EAGLE3, "eagle3"))
+    weights = Eagle3Model(config).state_dict()
     weights = {name.replace("layers.0.", "midlayer."): each for name, each in weights.items()}
     weights["d2t"] = torch.arange(50) * 2
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})

@@ -12,8 +12,8 @@ from tiny_models import write_model, write_tokenizer
 
 from paceline.cli import shipped
 from paceline.convert import prepare
-from paceline.drafter.methods.checkpoint import TargetRef
-from paceline.drafter.methods.dspark import DSparkConfig, save_dspark
+from paceline.drafter.methods.checkpoint import TargetRef, save_drafter
+from paceline.drafter.methods.dspark import DSparkConfig
 from paceline.train.modules import DSparkModel
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
@@ -87,7 +87,7 @@ def test_drafters_fit_every_format_of_their_target(
     first, better = (tmp_path / "models" / name / "dspark" for name in ("first", "second"))
     for folder, notes in ((first, {}), (better, {"accepted_length": 2.0})):
         weights = DSparkModel(config).state_dict()
-        save_dspark(folder, config, weights, TargetRef.of(target), notes=notes)
+        save_drafter(folder, config, weights, TargetRef.of(target), notes=notes)
     monkeypatch.setattr(shipped, "models_folder", lambda: tmp_path / "models")
     for path in (target, write_gguf(tmp_path / "target.gguf", target)):
         assert shipped.drafters_for(path, "cuda:0") == [

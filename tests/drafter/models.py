@@ -38,10 +38,10 @@ from paceline.drafter.kv import KvGone
 from paceline.drafter.kv.reader import StreamingReader
 from paceline.drafter.methods import method_class
 from paceline.drafter.methods.base import Budget, GenerationInfo, Resources, Update
-from paceline.drafter.methods.checkpoint import TargetRef, load_weights
-from paceline.drafter.methods.dspark import DSparkConfig, read_dspark, save_dspark
-from paceline.drafter.methods.eagle3 import Eagle3Config, read_eagle3, save_eagle3
-from paceline.drafter.methods.longspec import LongSpecConfig, read_longspec, save_longspec
+from paceline.drafter.methods.checkpoint import TargetRef, load_weights, read_shape, save_drafter
+from paceline.drafter.methods.dspark import DSparkConfig
+from paceline.drafter.methods.eagle3 import Eagle3Config
+from paceline.drafter.methods.longspec import LongSpecConfig
 from paceline.drafter.methods.mtp import MtpConfig, save_mtp
 from paceline.drafter.methods.mtp.config import load_mtp
 from paceline.kernels import (
@@ -122,9 +122,9 @@ def change_config(folder: Path, **fields: Any) -> None:
 
 
 SHAPES: dict[str, Any] = {  # configuration, model and fields of each method's tiny drafter
-    "longspec": (LongSpecConfig, LongSpecModel, save_longspec, {}),
-    "dspark": (DSparkConfig, DSparkModel, save_dspark, {"block": 4, "mask_token": 3}),
-    "eagle3": (Eagle3Config, Eagle3Model, save_eagle3, {}),
+    "longspec": (LongSpecConfig, LongSpecModel, save_drafter, {}),
+    "dspark": (DSparkConfig, DSparkModel, save_drafter, {"block": 4, "mask_token": 3}),
+    "eagle3": (Eagle3Config, Eagle3Model, save_drafter, {}),
     "mtp": (MtpConfig, MtpModel, save_mtp, {}),
 }
 
@@ -479,7 +479,7 @@ class DenseLongSpec(DenseDrafter):
     """LongSpec, reading ``context`` target positions."""
 
     def __init__(self, folder: Path, target: Path, context: int = 0) -> None:
-        super().__init__(LongSpecModel, *read_longspec(folder), folder, target)
+        super().__init__(LongSpecModel, *read_shape(LongSpecConfig, folder), folder, target)
         self.context = context
 
     def source(self, text: Sequence[int], seed: int) -> FakeKv:
@@ -506,7 +506,7 @@ class DenseDSpark(DenseDrafter):
     """DSpark and DFlash."""
 
     def __init__(self, folder: Path, target: Path) -> None:
-        super().__init__(DSparkModel, *read_dspark(folder), folder, target)
+        super().__init__(DSparkModel, *read_shape(DSparkConfig, folder), folder, target)
 
     def source(self, text: Sequence[int], seed: int) -> FakeStates:
         """Hidden states for a text."""
@@ -597,7 +597,7 @@ class DenseEagle3(DenseFeedback):
 
     def __init__(self, folder: Path, target: Path) -> None:
         layers = load_config(target).layers
-        super().__init__(Eagle3Model, *read_eagle3(folder, layers), folder, target)
+        super().__init__(Eagle3Model, *read_shape(Eagle3Config, folder, layers), folder, target)
 
 
 class DenseMtp(DenseFeedback):

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline.convert.drafters import HF_FIELDS, published_shape
 from paceline.convert.weights import Checkpoint
 from paceline.decoder import UnsupportedModelError
 from paceline.drafter.methods.base import Budget, LoadError
-from paceline.drafter.methods.checkpoint import TargetRef, load_weights
-from paceline.drafter.methods.eagle3 import read_eagle3, save_eagle3
-from paceline.drafter.methods.eagle3.config import eagle3_config
+from paceline.drafter.methods.checkpoint import load_weights, read_shape
+from paceline.drafter.methods.eagle3 import Eagle3Config
 from paceline.train.modules import Eagle3Model
 
 from .models import (
@@ -31,7 +31,6 @@ from .models import (
 )
 from .shapes import EAGLE3, randomised
 
-REF = TargetRef("some-target", ("LlamaForCausalLM",), "f" * 64, "a" * 64)
 D, FF, V, R = 24, 40, 50, 20
 
 # The fields of config.json of SafeAILab/EAGLE and, with the second dictionary, of SpecForge.
@@ -144,7 +143,7 @@ REAL: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {
 def test_real_configurations(name: str) -> None:
     change, expected = REAL[name]
     described = {key: value for key, value in (EAGLE | change).items() if value is not None}
-    config = eagle3_config(described, target_layers=32)
+    config = Eagle3Config.from_json(published_shape(described, "eagle3", 32))
     assert (config.taps, config.drafted) == ((1, 15, 28), 32000)
     with torch.device("meta"):
         tensors = Eagle3Model(config).state_dict()
@@ -165,7 +164,7 @@ def test_published_layouts_load(tmp_path: Path, layout: str) -> None:
     """Without numbers of layers they are the usual ones of a target with 8 layers."""
     described, weights, norms = PUBLISHED[layout]
     folder = write_folder(tmp_path, described, weights)
-    config, dtype = read_eagle3(folder, target_layers=8)
+    config, dtype = read_shape(Eagle3Config, folder, 8)
     assert config == replace(EAGLE3, draft_vocab_size=R, **norms)
     assert dtype == torch.bfloat16
     loaded = load_weights(folder, config, dtype)
@@ -185,11 +184,12 @@ def test_an_own_head_is_used(tmp_path: Path) -> None:
     ids = stored.stored("d2t")
     weights = {name.replace("layers.0", "midlayer"): stored[name] for name in stored}
     weights |= {"lm_head.weight": head["lm_head.weight"][ids], "d2t": ids - torch.arange(40)}
-    described = json.loads((ours / "config.json").read_text())["transformer_layer_config"]
-    described |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 40}
+    shape = json.loads((ours / "config.json").read_text())["paceline"]["shape"]
+    described = SPECFORGE | {key: shape[name] for name, key in HF_FIELDS.items()}
+    described |= {"rope_parameters": shape["rope_parameters"], "draft_vocab_size": 40}
     described["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [0, 1]}
     raw = write_folder(tmp_path / "raw", described, weights)
-    states = made_up_states(read_eagle3(ours)[0], 29)
+    states = made_up_states(read_shape(Eagle3Config, ours)[0], 29)
     trees = []
     for folder in (ours, raw):
         drafter = load("eagle3", folder, target, widths="4,4", min_survival=0)
@@ -199,18 +199,6 @@ def test_an_own_head_is_used(tmp_path: Path) -> None:
     described["draft_vocab_size"] = 39
     with pytest.raises(LoadError, match="expected 39 rising token ids"):
         load("eagle3", write_folder(raw, described, weights), target)
-
-
-def test_a_folder_of_this_project_is_read_back(tmp_path: Path) -> None:
-    config = replace(EAGLE3, draft_vocab_size=R, window=30, qk_norm=True, fc_norm=True)
-    weights = {**randomised(Eagle3Model(config)).state_dict(), "d2t": IDS}
-    save_eagle3(tmp_path, config, weights, REF, levels=4, dtype=torch.float32, notes={"steps": 3})
-    assert read_eagle3(tmp_path) == (config, torch.float32)
-    loaded = load_weights(tmp_path, config, torch.float32)
-    assert all(torch.equal(loaded[name], weights[name]) for name in weights)
-    written = json.loads((tmp_path / "config.json").read_text())
-    assert written["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
-    assert written["paceline"]["training"] == {"steps": 3}
 
 
 @pytest.mark.parametrize(
@@ -224,7 +212,11 @@ def test_a_folder_of_this_project_is_read_back(tmp_path: Path) -> None:
         (SPECFORGE, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [3, 1]}}, "strictly"),
         (SPECFORGE, {"draft_vocab_size": 60}, "draft_vocab_size is 60"),
         (SPECFORGE, {"num_key_value_heads": 4}, "multiple"),
-        (SPECFORGE, {"architectures": ["LlamaForCausalLM"], "draft_vocab_size": None}, "EAGLE-3"),
+        (
+            SPECFORGE,
+            {"architectures": ["LlamaForCausalLM"], "draft_vocab_size": None},
+            "no eagle3 drafter",
+        ),
         (SPECULATORS, {"norm_before_residual": None}, "norm_before_residual"),
         (SPECULATORS, {"eagle_aux_hidden_state_layer_ids": [0, 4]}, "strictly"),
         (SPECULATORS, {"eagle_aux_hidden_state_layer_ids": [2, 9]}, "8 layers"),
@@ -238,12 +230,12 @@ def test_unsupported_configurations_are_refused(
     described = {key: value for key, value in (base | change).items() if value is not None}
     write_folder(tmp_path, described, tensors("midlayer"))
     with pytest.raises(UnsupportedModelError, match=message):
-        read_eagle3(tmp_path, target_layers=8)
+        read_shape(Eagle3Config, tmp_path, 8)
 
 
 def test_usual_layers_need_the_target(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="give it as the option target=PATH"):
-        read_eagle3(write_folder(tmp_path, SPECFORGE, tensors("midlayer")))
+        read_shape(Eagle3Config, write_folder(tmp_path, SPECFORGE, tensors("midlayer")))
 
 
 @pytest.mark.parametrize(
@@ -267,6 +259,6 @@ def test_other_tensors_are_refused(
     if tensor is not None:
         weights[name] = tensor if tensor.dtype == torch.int64 else tensor.bfloat16()
     folder = write_folder(tmp_path, SPECFORGE, weights)
-    config, dtype = read_eagle3(folder, target_layers=8)
+    config, dtype = read_shape(Eagle3Config, folder, 8)
     with pytest.raises(UnsupportedModelError, match=message):
         load_weights(folder, config, dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,17 @@ from transformers import LlamaConfig, Qwen3Config
 from paceline.convert import load_config, weights_fingerprint
 from paceline.decoder import UnsupportedModelError
 from paceline.drafter.methods.base import Budget, LoadError, Resources
-from paceline.drafter.methods.checkpoint import TargetEmbedding
-from paceline.drafter.methods.longspec import (
-    LongSpecConfig,
+from paceline.drafter.methods.checkpoint import (
+    TargetEmbedding,
     TargetRef,
-    read_longspec,
-    save_longspec,
+    load_weights,
+    read_shape,
+    save_drafter,
 )
+from paceline.drafter.methods.layers import LayerShape
+from paceline.drafter.methods.longspec import LongSpecConfig
 from paceline.drafter.methods.longspec.drafter import LongSpecDrafter
-from paceline.train.modules import LongSpecModel
+from paceline.train.modules import DSparkModel, Eagle3Model, LongSpecModel
 from paceline.v1 import drafter_pb2
 
 from . import models
@@ -40,6 +43,7 @@ from .models import (
     write_model,
     write_tokenizer,
 )
+from .shapes import DSPARK, EAGLE3, LONGSPEC, randomised
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
@@ -74,10 +78,12 @@ def load(folder: Path, target: Path, **options: Any) -> LongSpecDrafter:
     return drafter
 
 
-def change_section(folder: Path, section: str, **fields: Any) -> None:
-    """Rewrites fields of a section of config.json; None removes one."""
-    found = json.loads((folder / "config.json").read_text())[section] | fields
-    change_config(folder, **{section: {k: v for k, v in found.items() if v is not None}})
+def change_section(folder: Path, **fields: Any) -> None:
+    """Rewrite fields of the section of config.json; those of `shape` that are None go."""
+    section = json.loads((folder / "config.json").read_text())["paceline"]
+    shape = section["shape"] | fields.pop("shape", {})
+    section |= {**fields, "shape": {k: v for k, v in shape.items() if v is not None}}
+    change_config(folder, paceline=section)
 
 
 def test_needs_fit_and_limits(folder: Path, target: Path) -> None:
@@ -92,23 +98,30 @@ def test_needs_fit_and_limits(folder: Path, target: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("section", "fields", "message"),
+    ("fields", "message"),
     [
-        ("paceline", {"method": "dspark"}, "method 'dspark'"),
-        ("paceline", {"format": 2}, "format 2"),
-        ("paceline", {"target_layer": None}, "target_layer"),
-        ("paceline", {"target_layer": 3}, "0 to 2"),
-        ("transformer_layer_config", {"num_key_value_heads": 3}, "multiple"),
-        ("transformer_layer_config", {"hidden_size": 48}, "with hidden 48"),
-        ("transformer_layer_config", {"sliding_window": None}, "sliding_window"),
-        ("transformer_layer_config", {"hidden_act": "gelu"}, "only 'silu'"),
-        ("transformer_layer_config", {"rope_parameters": {"rope_type": "new"}}, "cannot load"),
+        ({"method": "dspark"}, "method 'dspark'"),
+        ({"format": 1}, "format 1"),
+        *(
+            ({"shape": shape}, message)
+            for shape, message in (
+                ({"target_layer": None}, "target_layer"),
+                ({"target_layer": 3}, "0 to 2"),
+                ({"kv_heads": 3}, "multiple"),
+                ({"hidden": 48}, "with hidden 48"),
+                ({"hidden": 1 << 40}, "hidden is"),
+                ({"window": None, "wide": 3}, "wide"),
+                ({"norm_eps": "x"}, "norm_eps|could not convert"),
+                ({"rope_parameters": {"rope_type": "new"}}, "cannot load"),
+                ({"rope_parameters": 3}, "not iterable"),
+            )
+        ),
     ],
 )
 def test_folders_with_invalid_fields_are_refused(
-    folder: Path, target: Path, section: str, fields: dict[str, Any], message: str
+    folder: Path, target: Path, fields: dict[str, Any], message: str
 ) -> None:
-    change_section(folder, section, **fields)
+    change_section(folder, **fields)
     with pytest.raises(LoadError, match=message):
         load(folder, target)
 
@@ -170,7 +183,7 @@ def test_another_target_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(LoadError, match="made for a target with weights") as error:
         load(folder, other)
     assert error.value.reason == "TARGET_MISMATCH"
-    change_section(folder, "paceline", target_fingerprint="")
+    change_section(folder, target_fingerprint="")
     assert load(folder, other)
     write_tokenizer(other, "u")
     with pytest.raises(LoadError, match="made for a target with the tokenizer") as error:
@@ -189,7 +202,7 @@ def test_a_folder_with_its_own_embedding_needs_no_target(folder: Path, target: P
 
 def test_the_embedding_stays_in_the_target_s_file(folder: Path, target: Path) -> None:
     """The file is mapped, so processes that use one target share the memory."""
-    config, dtype = read_longspec(folder)
+    config, dtype = read_shape(LongSpecConfig, folder)
     embedding = TargetEmbedding.read(folder, target, config, dtype, "cpu")
     spans = [
         tuple(int(end, 16) for end in line.split()[0].split("-"))
@@ -220,7 +233,7 @@ async def test_the_target_must_be_below_a_root(folder: Path, target: Path, tmp_p
 
 
 def test_a_folder_names_its_target_without_a_path(folder: Path, target: Path) -> None:
-    config, dtype = read_longspec(folder)
+    config, dtype = read_shape(LongSpecConfig, folder)
     assert (config.target_layer, config.target_layers, dtype) == (2, 3, torch.float32)
     text = (folder / "config.json").read_text()
     assert str(target.parent) not in text
@@ -233,8 +246,8 @@ def test_rotary_embedding_equals_the_target_s(tmp_path: Path, kind: Any, rope: s
     kind(**_SHAPE, head_dim=16, rope_parameters=ROPES[rope]).save_pretrained(tmp_path / "target")
     target = load_config(tmp_path / "target")
     config = LongSpecConfig.for_target(tmp_path / "target", window=7)
-    save_longspec(tmp_path / "drafter", config, LongSpecModel(config).state_dict(), REF)
-    for found in (config, read_longspec(tmp_path / "drafter")[0]):
+    save_drafter(tmp_path / "drafter", config, LongSpecModel(config).state_dict(), REF)
+    for found in (config, read_shape(LongSpecConfig, tmp_path / "drafter")[0]):
         assert found.rope_inv_freq == target.rope_inv_freq
         assert found.rope_scaling == target.rope_scaling
         assert (found.hidden, found.head_dim, found.norm_eps) == (32, 16, target.norm_eps)
@@ -242,20 +255,35 @@ def test_rotary_embedding_equals_the_target_s(tmp_path: Path, kind: Any, rope: s
         assert (found.target_layer, found.target_layers) == (3, 4)
 
 
-def test_a_folder_holds_no_frozen_weights(tmp_path: Path) -> None:
-    LlamaConfig(**_SHAPE).save_pretrained(tmp_path / "target")
-    config = LongSpecConfig.for_target(tmp_path / "target", target_layer=1)
-    model = LongSpecModel(config)
-    save_longspec(tmp_path / "drafter", config, model.state_dict(), REF, notes={"steps": 3})
-    assert read_longspec(tmp_path / "drafter") == (config, torch.bfloat16)
-    saved = load_file(tmp_path / "drafter" / "model.safetensors")
-    assert saved.keys() == dict(model.named_parameters()).keys()
-    assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
-    said = json.loads((tmp_path / "drafter" / "config.json").read_text())
-    assert said["speculators_config"]["algorithm"] == "longspec"
-    assert said["speculators_config"]["verifier"]["name_or_path"] == "some-target"
-    assert said["paceline"]["target_fingerprint"] == REF.fingerprint
-    assert said["paceline"]["training"] == {"steps": 3}
+TEMPERATURES = (0.5, 1.0, 2.0, 1.25)
+EACH = (True, False)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        replace(LONGSPEC, draft_vocab_size=9),
+        replace(DSPARK, confidence_temperatures=TEMPERATURES, window=32, state_input=True),
+        replace(DSPARK, draft_vocab_size=9, windows=(3, 0), causal=EACH, conv=(2, 8)),
+        replace(DSPARK, markov_rank=0, confidence=False, confidence_markov=False),
+        replace(EAGLE3, draft_vocab_size=9, window=30, qk_norm=True, fc_norm=True),
+        replace(EAGLE3, rope_parameters=ROPES["llama3"]),
+    ],
+)
+def test_what_is_written_is_read_back(tmp_path: Path, config: LayerShape) -> None:
+    """With the target's name and digests, and none of its weights."""
+    kind = {"longspec": LongSpecModel, "dspark": DSparkModel, "eagle3": Eagle3Model}[config.method]
+    weights: dict[str, Any] = randomised(kind(config)).state_dict()  # type: ignore[arg-type]
+    if config.draft_vocab_size:
+        weights["d2t"] = torch.arange(3, 48, 5)
+    save_drafter(tmp_path, config, weights, REF, dtype=torch.float32, notes={"steps": 3})
+    assert read_shape(type(config), tmp_path) == (config, torch.float32)
+    loaded = load_weights(tmp_path, config, torch.float32)
+    assert all(torch.equal(loaded[name], weights[name]) for name in weights)
+    assert load_file(tmp_path / "model.safetensors").keys() == weights.keys()
+    section = json.loads((tmp_path / "config.json").read_text())["paceline"]
+    assert (section["target"], section["target_fingerprint"]) == (REF.name, REF.fingerprint)
+    assert section["training"] == {"steps": 3}
 
 
 @pytest.mark.parametrize("layer", [4, -5])
@@ -267,13 +295,13 @@ def test_a_layer_that_the_target_lacks_is_refused(tmp_path: Path, layer: int) ->
 
 def test_other_folders_are_refused(tmp_path: Path) -> None:
     LlamaConfig(**_SHAPE).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match="no 'paceline' section"):
-        read_longspec(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="a 'paceline' section"):
+        read_shape(LongSpecConfig, tmp_path)
 
 
 def test_tied_weights_are_read_once(tmp_path: Path) -> None:
     """Off the CPU each would be a copy of its own."""
     target = write_model(tmp_path / "target", tie_word_embeddings=True)
-    shape, _ = read_longspec(write_longspec(tmp_path / "drafter", target))
+    shape, _ = read_shape(LongSpecConfig, write_longspec(tmp_path / "drafter", target))
     found = TargetEmbedding.read(tmp_path / "drafter", target, shape, torch.bfloat16, "meta")
     assert found.head.weight is found.embedding

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.convert.drafters import published_shape
 from paceline.decoder import UnsupportedModelError
 from paceline.drafter.growth.native import NativeGrowth
 from paceline.drafter.methods.base import Budget
 from paceline.drafter.methods.dspark import DSparkConfig
-from paceline.drafter.methods.dspark.config import dspark_config
 from paceline.train.modules import DSparkModel
 
 from .models import (
@@ -103,6 +103,10 @@ SELECTOR = {
     "markov_head.markov_w1.weight": "candidate_selector.predecessor_codebook",
     "markov_head.markov_w2.weight": "candidate_selector.successor_codebook",
 }
+
+
+def dspark_config(described: dict[str, Any]) -> DSparkConfig:
+    return DSparkConfig.from_json(published_shape(described, "dspark"))
 
 
 def shapes_of(config: DSparkConfig) -> dict[str, list[int]]:
@@ -243,7 +247,7 @@ def test_what_is_not_supported_is_refused(
 ) -> None:
     described = {key: value for key, value in (base | change).items() if value is not None}
     with pytest.raises(UnsupportedModelError, match=message):
-        dspark_config(described, target_layers=8)
+        dspark_config(described)
 
 
 def test_impossible_parts_are_refused() -> None:

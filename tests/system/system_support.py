@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from paceline.bench.services import kv_segments
 from paceline.client import Client, DraftOptions, GenerationResult
-from paceline.drafter.methods.dspark import DSparkConfig, save_dspark
-from paceline.drafter.methods.eagle3 import Eagle3Config, save_eagle3
-from paceline.drafter.methods.longspec import LongSpecConfig, TargetRef, save_longspec
+from paceline.drafter.methods.checkpoint import TargetRef, save_drafter
+from paceline.drafter.methods.dspark import DSparkConfig
+from paceline.drafter.methods.eagle3 import Eagle3Config
+from paceline.drafter.methods.longspec import LongSpecConfig
 from paceline.drafter.methods.mtp import MtpConfig, save_mtp
 from paceline.train.modules import DSparkModel, Eagle3Model, LongSpecModel, MtpModel
 from paceline.v1 import verifier_pb2, verifier_pb2_grpc
@@ -39,7 +40,7 @@ def write_layer(target: Path, folder: Path) -> Path:
     torch.manual_seed(0)
     config = LongSpecConfig.for_target(target, window=24)
     weights = LongSpecModel(config).state_dict()
-    save_longspec(folder, config, weights, TargetRef.of(target), dtype=torch.float32)
+    save_drafter(folder, config, weights, TargetRef.of(target), dtype=torch.float32)
     return folder
 
 
@@ -53,7 +54,7 @@ def write_block(target: Path, folder: Path, **fields: Any) -> Path:
     assert model.markov_head is not None
     torch.nn.init.normal_(model.markov_head.markov_w2.weight)  # it begins with zeros
     weights = model.state_dict()
-    save_dspark(folder, config, weights, TargetRef.of(target), dtype=torch.float32)
+    save_drafter(folder, config, weights, TargetRef.of(target), dtype=torch.float32)
     return folder
 
 
@@ -61,7 +62,7 @@ def write_states(target: Path, folder: Path) -> Path:
     torch.manual_seed(0)
     config = Eagle3Config.for_target(target, taps=(0, 1))
     weights = Eagle3Model(config).state_dict()
-    save_eagle3(folder, config, weights, TargetRef.of(target), dtype=torch.float32)
+    save_drafter(folder, config, weights, TargetRef.of(target), dtype=torch.float32)
     return folder
 
 

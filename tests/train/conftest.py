@@ -8,9 +8,10 @@ import pytest
 import torch
 from gguf_files import as_file
 
-from paceline.drafter.methods.dspark import DSparkConfig, save_dspark
-from paceline.drafter.methods.eagle3 import Eagle3Config, save_eagle3
-from paceline.drafter.methods.longspec import LongSpecConfig, TargetRef, save_longspec
+from paceline.drafter.methods.checkpoint import TargetRef, save_drafter
+from paceline.drafter.methods.dspark import DSparkConfig
+from paceline.drafter.methods.eagle3 import Eagle3Config
+from paceline.drafter.methods.longspec import LongSpecConfig
 from paceline.drafter.methods.mtp import MtpConfig, save_mtp
 from paceline.train import drafters as training
 from paceline.train.corpus import (
@@ -102,13 +103,13 @@ def drafters(target: Path, preset: Preset, tmp_path: Path) -> dict[str, Path]:
     }
     ref = TargetRef.of(target)
     layer = LongSpecConfig.for_target(target, window=32)
-    save_longspec(folders["longspec"], layer, LongSpecModel(layer).state_dict(), ref, levels=3)
+    save_drafter(folders["longspec"], layer, LongSpecModel(layer).state_dict(), ref, levels=3)
     block = DSparkConfig.for_target(
         target, taps=(0, -1), block=3, mask_token=0, layers=1, window=16, markov_rank=8
     )
-    save_dspark(folders["dspark"], block, DSparkModel(block).state_dict(), ref)
+    save_drafter(folders["dspark"], block, DSparkModel(block).state_dict(), ref)
     states = Eagle3Config.for_target(target, taps=(0, -1), window=16)
-    save_eagle3(folders["eagle3"], states, Eagle3Model(states).state_dict(), ref, levels=3)
+    save_drafter(folders["eagle3"], states, Eagle3Model(states).state_dict(), ref, levels=3)
     head = MtpConfig.for_target(target, window=16)
     norm = torch.ones(head.hidden)
     save_mtp(folders["mtp"], head, MtpModel(head).state_dict(), ref, norm, levels=3)

@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerFast
 from paceline.convert import load_decoder
 from paceline.drafter import Resources
 from paceline.drafter.methods import method_class
-from paceline.drafter.methods.dspark import read_dspark
+from paceline.drafter.methods.checkpoint import read_shape
+from paceline.drafter.methods.dspark import DSparkConfig
 from paceline.drafter.methods.dspark.drafter import DSparkDrafter
 from paceline.kernels import processor_name
 from paceline.kernels.sampling import SamplingRules
@@ -214,7 +215,7 @@ def test_dspark_from_given_conversations(
     )  # fmt: skip
     out = tmp_path / "out"
     DSparkTrainer(instruct, preset).train(corpus, make_run("work", 16), out, [own])
-    trained = read_dspark(out)[0]
+    trained = read_shape(DSparkConfig, out)[0]
     assert (trained.draft_vocab_size, trained.taps, trained.levels) == (100, (0, 1), 3)
     log = torch.load(tmp_path / "work" / "run.pt", weights_only=True)["progress"]["log"]
     losses = [row["loss"] for row in log if "loss" in row]
@@ -241,7 +242,7 @@ def test_dspark_from_given_conversations(
     other = LongSpecTrainer(instruct, replace(LONGSPEC_PRESETS["smollm2"], draft_vocab_size=100))
     longer = DSparkTrainer(instruct, replace(preset, block=4))
     longer.train(corpus, make_run("block", 1), tmp_path / "block", [own], out)
-    assert read_dspark(tmp_path / "block")[0].levels == 4
+    assert read_shape(DSparkConfig, tmp_path / "block")[0].levels == 4
     wider = DSparkTrainer(instruct, replace(preset, layers=2))
     with pytest.raises(ValueError, match="has layers 1, this run 2"):
         wider.train(corpus, make_run("wider", 1), tmp_path / "wider", [own], out)

@@ -94,7 +94,7 @@ def test_the_loss_falls_and_the_folder_is_a_drafter(
     assert [row for row in log if "heldout" in row][-1]["heldout"] >= 1
     section = json.loads((out / "config.json").read_text())["paceline"]
     assert section["training"]["steps"] == 24
-    temperatures = section.get("confidence_temperatures", [])
+    temperatures = section.get("shape", {}).get("confidence_temperatures", [])
     assert len(temperatures) == (DSPARK.block if method == "dspark" else 0)
     assert all(each > 0 for each in temperatures)
     options = {} if method == "lm" else {"target": str(target)}

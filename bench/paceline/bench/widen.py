@@ -22,6 +22,7 @@ from torch import Tensor
 
 from paceline.cli.command import CommandError
 from paceline.convert import open_model
+from paceline.convert.drafters import HF_FIELDS
 from paceline.convert.sources import ModelFolder
 from paceline.convert.weights import weight_files
 from paceline.decoder import UnsupportedModelError
@@ -30,7 +31,6 @@ from paceline.drafter.methods.checkpoint import TargetRef, check_target, read_fi
 from paceline.kernels.quantised import QUANT_BLOCK
 
 _COPIED = (".json", ".jinja", ".txt", ".model")
-_LAYER = "transformer_layer_config"
 _SCALE, _MINIMUM = ".scale", ".minimum"
 _SHARD_BYTES = 256 << 20
 _INDEX = "model.safetensors.index.json"
@@ -74,19 +74,23 @@ def _widen(folder: Path, output: Path, factor: int, target: TargetRef | None = N
         if file.suffix in _COPIED and file.name not in ("config.json", _INDEX):
             shutil.copy(file, output)
     described: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    layer = described.get(_LAYER, described)
-    if _LAYER not in described:  # a file may leave defaults out
+    section = described.get(SECTION)
+    shape: dict[str, Any] = {} if section is None else section["shape"]
+    if "hidden_size" in described:  # a file may leave defaults out
         config = open_model(folder).config()
-        layer.update(
+        described.update(
             num_key_value_heads=config.kv_heads,
             head_dim=config.head_dim,
             rms_norm_eps=config.norm_eps,
         )
-    hidden = layer["hidden_size"]
-    for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"):
-        layer[name] *= factor
-    layer["rms_norm_eps"] /= factor
-    section = described.get(SECTION)
+    hidden = shape["hidden"] if shape else described["hidden_size"]
+    for name in ("hidden", "intermediate", "q_heads", "kv_heads"):
+        for fields, key in ((described, HF_FIELDS[name]), (shape, name)):
+            if key in fields:
+                fields[key] *= factor
+    for fields, key in ((described, "rms_norm_eps"), (shape, "norm_eps")):
+        if key in fields:
+            fields[key] /= factor
     if section is not None and target is not None:
         section["target_fingerprint"] = target.fingerprint
         section["target_origin"] = None if target.origin is None else asdict(target.origin)

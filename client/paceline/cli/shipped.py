@@ -19,22 +19,18 @@ R = TypeVar("R")
 
 logger = logging.getLogger("paceline.cli")
 
-# Unit: bytes. A target of fewer has no smaller model that is worth a step.
-_MIN_TARGET = 500_000_000
-
+_MIN_TARGET = 500_000_000  # bytes; a target of fewer has no smaller model that is worth a step
 _LARGE = 1 << 26  # weights from which on a step of a CPU takes as long as reading them, in bytes
 
+# The default drafter of a large target on a CPU, by its format: the fastest in docs/evidence.md.
 _FIRST = {
     "float32": "selfspec",
     "bfloat16": "selfspec",
     "int8": "dspark",
     "int4": "ngram",
-    "gguf": "ngram",
-    "mxfp4": "ngram",
+    "gguf": "ngram",  # a file in blocks of 8 bits or fewer
+    "mxfp4": "ngram",  # a folder with such experts, which is not measured
 }
-"""The default drafter of a large target on a CPU, by its format: the fastest in
-docs/evidence.md. "gguf" is a GGUF file in blocks of 8 bits or fewer,
-"mxfp4" a folder with such experts, which is not measured."""
 
 
 def _on_a_thread(function: Callable[P, R]) -> Callable[P, R]:
@@ -56,9 +52,8 @@ def drafters_for(
     """What to load for a target: the drafters trained for it, its own heads (`mtp`), and `ngram`.
 
     A CPU runs trained drafters in 8 or 4 bits. Without any, the :func:`smaller_model` as `lm` if
-    there is one, and `ngram`. Without both, `ngram`, and on a CPU
-    `selfspec` with the target's own weights in 4 bits: on a GPU that is a second copy in the
-    verifier's format. The default of a large target on a CPU is by its format. Imports torch.
+    there is one, and `ngram`. Without both, `ngram`, and on a CPU `selfspec` in 4 bits: on a GPU
+    that is a second copy of the target. The default of a large target on a CPU is by its format.
 
     Args:
         target: Hugging Face folder or GGUF file.
@@ -124,7 +119,7 @@ def only_looks_up(
     has no heads of its own and no smaller model: then a verifier with local sources needs no
     drafter service.
 
-    Arguments and errors are as there; ``on_gpu``: the machine has a GPU.
+    Arguments are as there; ``on_gpu``: the machine has a GPU.
     """
     from paceline.convert import open_model
 

@@ -22,14 +22,21 @@ from paceline.decoder import Decoder, UnsupportedModelError
 from paceline.drafter import Drafter, Resources
 from paceline.drafter.inspection import method_of_folder
 from paceline.drafter.methods import method_class
-from paceline.drafter.methods.base import LoadError
-from paceline.drafter.methods.checkpoint import CONFIG_FILE, TargetRef, check_target, read_fit
+from paceline.drafter.methods.base import SECTION, LoadError
+from paceline.drafter.methods.checkpoint import (
+    CONFIG_FILE,
+    TargetRef,
+    check_target,
+    read_fit,
+    save_drafter,
+)
 from paceline.drafter.methods.layers import LayerShape
 from paceline.kernels import processor_name
 from paceline.kernels.sampling import SamplingRules
 from paceline.service.cpus import usable_cpus
 from paceline.train.acceptance import Recording, accepted_per_round, replay, rounds
 from paceline.train.batches import Batches, RowStream
+from paceline.train.blocks import store_blocks
 from paceline.train.calibration import Chain
 from paceline.train.corpus import Corpus, encode_all, load_tokenizer
 from paceline.train.loop import Loss, Optimizer, train
@@ -93,11 +100,15 @@ class LayerDrafterModel(DrafterModel):
         """The target as a drafter's folder names it."""
         return TargetRef.of(self.target)
 
+    def save(self, folder: Path, notes: Mapping[str, Any] | None = None) -> None:
+        weights, levels = self.model.state_dict(), self.levels
+        save_drafter(folder, self.config, weights, self.reference, levels=levels, notes=notes)
+        store_blocks(folder)
+
 
 def trained_levels(folder: Path) -> int:
     """Depth that the drafter in a folder was trained to draft to."""
-    proposal = json.loads((folder / CONFIG_FILE).read_text())["speculators_config"]
-    return int(proposal["proposal_methods"][0]["speculative_tokens"])
+    return int(json.loads((folder / CONFIG_FILE).read_text())[SECTION]["levels"])
 
 
 def drafter_method(folder: Path, target: Path) -> str:

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline.convert import ModelSource, load_decoder, open_model
-from paceline.drafter.methods.checkpoint import load_weights
-from paceline.drafter.methods.dspark import DSparkConfig, read_dspark, save_dspark
+from paceline.drafter.methods.checkpoint import load_weights, read_shape
+from paceline.drafter.methods.dspark import DSparkConfig
 from paceline.train.batches import PADDING, Answers, Batches, RowStream
-from paceline.train.blocks import store_blocks
 from paceline.train.calibration import fit_temperatures
 from paceline.train.conversations import OwnTexts
 from paceline.train.drafters import Heldout, LayerDrafterModel, Objective, parameters
@@ -356,11 +355,6 @@ class DSparkDrafterModel(LayerDrafterModel):
             temperatures = fit_temperatures(heldout.chains(), self.config.levels)
             self.model.config = replace(self.config, confidence_temperatures=temperatures)
 
-    def save(self, folder: Path, notes: Mapping[str, Any] | None = None) -> None:
-        weights = self.model.state_dict()
-        save_dspark(folder, self.config, weights, self.reference, notes=notes)
-        store_blocks(folder)
-
 
 class DSparkTrainer(LayerTrainer[DSparkPreset, DSparkDrafterModel]):
     """Trains a DSpark drafter.
@@ -377,7 +371,7 @@ class DSparkTrainer(LayerTrainer[DSparkPreset, DSparkDrafterModel]):
         return DSparkDrafterModel(self.target, DSparkModel(config), config.levels)
 
     def read(self, folder: Path, device: str) -> DSparkDrafterModel:
-        config, _ = read_dspark(folder)
+        config, _ = read_shape(DSparkConfig, folder)
         model = DSparkModel(config)
         model.load_state_dict(load_weights(folder, config, torch.float32))
         return DSparkDrafterModel(self.target, model.to(device), config.levels)

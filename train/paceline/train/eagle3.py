@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from paceline.convert import ModelSource
-from paceline.drafter.methods.checkpoint import load_weights
-from paceline.drafter.methods.eagle3 import Eagle3Config, read_eagle3, save_eagle3
+from paceline.drafter.methods.checkpoint import load_weights, read_shape
+from paceline.drafter.methods.eagle3 import Eagle3Config
 from paceline.train.batches import Batches, RowStream
-from paceline.train.blocks import store_blocks
 from paceline.train.conversations import OwnTexts
 from paceline.train.drafters import LayerDrafterModel, Objective, parameters, trained_levels
 from paceline.train.loop import Loss
@@ -46,11 +45,6 @@ class Eagle3DrafterModel(LayerDrafterModel):
     def hidden_state_layers(self) -> Sequence[int]:
         return self.config.taps
 
-    def save(self, folder: Path, notes: Mapping[str, Any] | None = None) -> None:
-        weights, levels = self.model.state_dict(), self.levels
-        save_eagle3(folder, self.config, weights, self.reference, levels=levels, notes=notes)
-        store_blocks(folder)
-
 
 class Eagle3Trainer(LayerTrainer[Eagle3Preset, Eagle3DrafterModel]):
     """Trains an EAGLE-3 layer. Its LM head is the target's, frozen."""
@@ -67,7 +61,7 @@ class Eagle3Trainer(LayerTrainer[Eagle3Preset, Eagle3DrafterModel]):
         return Eagle3DrafterModel(self.target, Eagle3Model(config), preset.levels)
 
     def read(self, folder: Path, device: str) -> Eagle3DrafterModel:
-        config, _ = read_eagle3(folder)
+        config, _ = read_shape(Eagle3Config, folder)
         model = Eagle3Model(config)
         model.load_state_dict(load_weights(folder, config, torch.float32))
         return Eagle3DrafterModel(self.target, model.to(device), trained_levels(folder))

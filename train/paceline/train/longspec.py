@@ -15,10 +15,10 @@ from transformers import DynamicCache
 from paceline.convert import ModelSource
 from paceline.convert.weights import Checkpoint
 from paceline.decoder import Decoder
-from paceline.drafter.methods.longspec import LongSpecConfig, read_longspec, save_longspec
+from paceline.drafter.methods.checkpoint import read_shape
+from paceline.drafter.methods.longspec import LongSpecConfig
 from paceline.kernels import SINKS
 from paceline.train.batches import PADDING, Batches, Prefixes, RowStream
-from paceline.train.blocks import store_blocks
 from paceline.train.conversations import OwnTexts
 from paceline.train.corpus import Corpus, encode_all, load_tokenizer
 from paceline.train.drafters import (
@@ -372,11 +372,6 @@ class LongSpecDrafterModel(LayerDrafterModel):
     def config(self) -> LongSpecConfig:
         return self.model.config
 
-    def save(self, folder: Path, notes: Mapping[str, Any] | None = None) -> None:
-        weights, levels = self.model.state_dict(), self.levels
-        save_longspec(folder, self.config, weights, self.reference, levels=levels, notes=notes)
-        store_blocks(folder)
-
 
 class LongSpecTrainer(LayerTrainer[LongSpecPreset, LongSpecDrafterModel]):
     method = "longspec"
@@ -394,7 +389,7 @@ class LongSpecTrainer(LayerTrainer[LongSpecPreset, LongSpecDrafterModel]):
         return LongSpecDrafterModel(self.target, LongSpecModel(config), preset.levels)
 
     def read(self, folder: Path, device: str) -> LongSpecDrafterModel:
-        config, _ = read_longspec(folder)
+        config, _ = read_shape(LongSpecConfig, folder)
         model = LongSpecModel(config)
         model.load_state_dict(dict(Checkpoint(folder, torch.float32)))
         return LongSpecDrafterModel(self.target, model.to(device), trained_levels(folder))

@@ -11,16 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from paceline.convert import ModelSource, open_model
-from paceline.convert.folder_files import read_object
 from paceline.convert.pack import read_norm
-from paceline.drafter.methods.base import SECTION
-from paceline.drafter.methods.checkpoint import CONFIG_FILE
 from paceline.drafter.methods.mtp import MtpConfig, save_mtp
 from paceline.drafter.methods.mtp.config import load_mtp
 from paceline.train.batches import Batches, RowStream
 from paceline.train.blocks import store_blocks
 from paceline.train.conversations import OwnTexts
-from paceline.train.drafters import LayerDrafterModel, Objective, parameters
+from paceline.train.drafters import LayerDrafterModel, Objective, parameters, trained_levels
 from paceline.train.loop import Loss
 from paceline.train.modules import MtpModel
 from paceline.train.presets import Plan
@@ -85,8 +82,7 @@ class MtpTrainer(LayerTrainer[MtpPreset, MtpDrafterModel]):
         config, weights = load_mtp(folder)
         model = MtpModel(config)
         model.load_state_dict(weights)
-        levels = int(read_object(folder / CONFIG_FILE)[SECTION]["levels"])
-        return MtpDrafterModel(self.target, model.to(device), levels)
+        return MtpDrafterModel(self.target, model.to(device), trained_levels(folder))
 
     def text_loss(
         self, drafter: MtpDrafterModel, batches: Batches, plan: Plan, separator: int, device: str

@@ -213,24 +213,24 @@ def config_fields(config: DecoderConfig) -> dict[str, Any]:
 
 def write_drafters(folder: Path, target: Path, config: DecoderConfig) -> dict[str, str]:
     """Write random drafters of the target's shape; returns their specifications by name."""
-    from paceline.drafter.methods.checkpoint import TargetRef
-    from paceline.drafter.methods.dspark import DSparkConfig, save_dspark
-    from paceline.drafter.methods.layers import DRAFT_TOKENS
-    from paceline.drafter.methods.longspec import LongSpecConfig, save_longspec
+    from paceline.convert.drafters import DRAFT_TOKENS
+    from paceline.drafter.methods.checkpoint import TargetRef, save_drafter
+    from paceline.drafter.methods.dspark import DSparkConfig
+    from paceline.drafter.methods.longspec import LongSpecConfig
     from paceline.train.modules import DSparkModel, LongSpecModel
 
     reference = TargetRef.of(target)
     count = min(DRAFTED, config.vocab_size // 2)
     long = LongSpecConfig.for_target(target, draft_vocab_size=count)
     weights = LongSpecModel(long).state_dict() | {DRAFT_TOKENS: torch.arange(count)}
-    save_longspec(folder / "longspec", long, weights, reference, dtype=config.dtype)
+    save_drafter(folder / "longspec", long, weights, reference, dtype=config.dtype)
     last = config.layers - 1
     taps = sorted({round(share * last / 4) for share in range(5)})
     block = DSparkConfig.for_target(
         target, taps=taps, layers=len(taps), block=7, mask_token=0, markov_rank=128
     )
     weights = DSparkModel(block).state_dict()
-    save_dspark(folder / "dspark", block, weights, reference, dtype=config.dtype)
+    save_drafter(folder / "dspark", block, weights, reference, dtype=config.dtype)
     # The method ``count`` is that of a distribution, found on the path.
     about = folder / "paceline_count-1.dist-info"
     about.mkdir()

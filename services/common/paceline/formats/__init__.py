@@ -10,3 +10,5 @@ for a GGUF file in blocks that is faster in int8 on this processor."""
 
 KV_CACHE_DTYPES = ("auto", *FLOATS, "int8")
 """Types of caches. auto: that of hidden states. int8: with a scale a row."""
+
+SECTION = "paceline"  # section of config.json in the drafters' folders of this project

@@ -111,7 +111,8 @@ def _method_of(described: Json) -> tuple[type[Drafter], str]:
 
 
 def _made_for(described: Json) -> str:
+    section = described.get(SECTION) or {}
+    fingerprint = section.get("target_fingerprint", "")
     verifier = (described.get("speculators_config") or {}).get("verifier") or {}
-    fingerprint = (described.get(SECTION) or {}).get("target_fingerprint", "")
-    named = str(verifier.get("name_or_path") or "")
+    named = str(section.get("target") or verifier.get("name_or_path") or "")
     return f"{named} ({fingerprint[:12]})" if fingerprint else named

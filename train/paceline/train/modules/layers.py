@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.drafter.methods.layers import DRAFT_TOKENS, LayerShape, draft_rows
+from paceline.convert.drafters import DRAFT_TOKENS
+from paceline.drafter.methods.layers import LayerShape, draft_rows
 
 
 class DraftModel(nn.Module):

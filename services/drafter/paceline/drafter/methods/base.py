@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, get_type_hin
 
 from paceline.drafter.generation import Budget, DraftSequence, GenerationInfo, Update
 from paceline.drafter.kv import KvGone, KvOptions
+from paceline.formats import SECTION
 from paceline.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ __all__ = [
 ]
 
 
-SECTION = "paceline"  # section of config.json with what other projects have no fields for
 Options = TypeVar("Options")
 
 
@@ -167,8 +167,8 @@ class Drafter(ABC):
     def layout(cls, described: Mapping[str, Any]) -> str | None:
         """Tells whether a folder is one of this method, and in which layout.
 
-        By default the folders of a method have its name in a section of config.json:
-        ``"paceline": {"method": NAME}``.
+        By default the folders of a method have its name in a section of config.json,
+        ``"paceline": {"method": NAME}``, or are published ones of it.
 
         Args:
             described: The folder's config.json, with a ``paceline`` section that is an object.
@@ -176,7 +176,12 @@ class Drafter(ABC):
         Returns:
             Name of the project whose layout it is; None: the folder is one of another method.
         """
-        return SECTION if described.get(SECTION, {}).get("method") == cls.method else None
+        if SECTION in described:
+            return SECTION if described[SECTION].get("method") == cls.method else None
+        from paceline.convert.drafters import published
+
+        method, project = published(described) or ("", None)
+        return project if method == cls.method else None
 
     @classmethod
     def inspect(cls, folder: Path, target: ModelSource | None) -> Mapping[str, str]:

@@ -13,13 +13,11 @@ import torch
 from torch import Tensor
 
 from paceline.convert import ModelSource, Origin, open_model
+from paceline.convert.drafters import DRAFT_TOKENS, DRAFTED, DrafterTensors, published_shape
 from paceline.convert.folder_files import check_fields, read_object
 from paceline.decoder import DecoderConfig, UnsupportedModelError, use_device
 from paceline.drafter.methods.base import SECTION, Fit, LoadError, Resources
 from paceline.drafter.methods.layers import (
-    DRAFT_TOKENS,
-    DRAFTED,
-    DrafterWeights,
     LayerShape,
     drafted_tokens,
     linear,
@@ -34,8 +32,7 @@ CONFIG_FILE = "config.json"
 
 WEIGHTS_FILE = "model.safetensors"
 
-FORMAT = 1  # Format of the section. Folders of another format are refused.
-SPECULATORS_VERSION = "0.6.0"  # version of speculators whose config.json is written
+FORMAT = 2  # of the section; folders of another format are refused
 # Names of the target's frozen tensors in a drafter's folder that holds them.
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 
@@ -187,7 +184,7 @@ def check_own_tensors(folder: Path, config: LayerShape) -> None:
     Raises:
         UnsupportedModelError: One has another shape.
     """
-    weights = DrafterWeights(folder, torch.float32)
+    weights = DrafterTensors(folder, torch.float32)
     kinds = ((EMBEDDING, {config.vocab_size}), (HEAD, {config.vocab_size, config.drafted}))
     for name, rows in kinds:
         if name in weights and weights.shape(name) not in {(n, config.hidden) for n in rows}:
@@ -263,52 +260,37 @@ class TargetRef:
         )
 
 
-def speculators_fields(
-    architecture: str, algorithm: str, proposal_type: str, levels: int, target: TargetRef
-) -> dict[str, Any]:
-    """Return the fields that name a drafter in a config.json of speculators.
-
-    ``algorithm`` is the type of the drafter, ``levels`` the tokens of a proposal.
-    """
-    return {
-        "architectures": [architecture],
-        "speculators_model_type": algorithm,
-        "speculators_version": SPECULATORS_VERSION,
-        "speculators_config": {
-            "algorithm": algorithm,
-            "proposal_methods": [{"proposal_type": proposal_type, "speculative_tokens": levels}],
-            "default_proposal_method": proposal_type,
-            "verifier": {
-                "name_or_path": target.name,
-                "architectures": list(target.architectures),
-            },
-        },
-    }
-
-
-def write_checkpoint(
+def save_drafter(
     folder: str | Path,
-    method: str,
-    config: Mapping[str, Any],
+    config: LayerShape,
     tensors: Mapping[str, Tensor],
     target: TargetRef,
     *,
-    dtype: torch.dtype,
-    section: Mapping[str, Any],
-    notes: Mapping[str, Any] | None,
+    levels: int = 5,
+    dtype: torch.dtype = torch.bfloat16,
+    notes: Mapping[str, Any] | None = None,
+    further: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a drafter's folder.
 
-    Tensors are of any float type and get ``dtype`` in the file. ``section`` has the fields of the
-    ``paceline`` section that belong to the method; ``notes`` on how it was trained are written
-    there as ``training``.
+    Args:
+        folder: Created if it does not exist.
+        config: Shape of the drafter.
+        tensors: Its tensors by name, of any float type.
+        target: The target that it was trained for.
+        levels: Depth that it was trained to draft to.
+        dtype: Type of the tensors in the file.
+        notes: How it was trained.
+        further: Other fields of config.json.
     """
     from safetensors.torch import save_file
 
     ours: dict[str, Any] = {
-        "method": method,
+        "method": config.method,
         "format": FORMAT,
-        **section,
+        "shape": config.to_json(),
+        "levels": levels,
+        "target": target.name,
         "target_fingerprint": target.fingerprint,
         "tokenizer_digest": target.tokenizer_digest,
     }
@@ -316,7 +298,8 @@ def write_checkpoint(
         ours["target_origin"] = asdict(target.origin)
     if notes:
         ours["training"] = dict(notes)
-    whole = {**config, "dtype": str(dtype).removeprefix("torch."), SECTION: ours}
+    kind = str(dtype).removeprefix("torch.")
+    whole = {"vocab_size": config.vocab_size, "dtype": kind, **(further or {}), SECTION: ours}
     base = Path(folder)
     base.mkdir(parents=True, exist_ok=True)
     # Copies: a tied embedding and head share memory, which the file format does not allow.
@@ -331,36 +314,44 @@ def write_checkpoint(
 
 
 def read_shape(
-    folder: str | Path,
-    method: str,
-    parse: Callable[[dict[str, Any]], Shape],
-    tensor: str = "fc.weight",
+    kind: type[Shape], folder: str | Path, target_layers: int = 0
 ) -> tuple[Shape, torch.dtype]:
-    """Read a drafter's shape from its config.json with ``parse``, and the type of its tensors, by
-    that of one of them.
+    """Read a drafter's shape, and the type of its tensors; ``target_layers`` is the depth of its
+    target, 0 if it is not known.
 
     Raises:
-        UnsupportedModelError: Its ``paceline`` section is of another method or format, ``parse``
-            refuses it, or the type is not supported.
+        UnsupportedModelError: It is of another method or format, for a target of another depth, or
+            has fields or a type that are not supported.
         FileNotFoundError: There is no config.json.
     """
     path = Path(folder) / CONFIG_FILE
     described: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     section = described.get(SECTION)
-    if section is not None and (section.get("method"), section.get("format")) != (method, FORMAT):
+    if section is not None and (section.get("method"), section.get("format")) != (
+        kind.method, FORMAT,
+    ):  # fmt: skip
         raise UnsupportedModelError(
             f"{path} is of method {section.get('method')!r}, format {section.get('format')!r}; "
-            f"expected {method!r}, format {FORMAT}"
+            f"expected {kind.method!r}, format {FORMAT}"
         )
     try:
-        config = parse(described)
+        if section is None:
+            fields = published_shape(described, kind.method, target_layers)
+        else:
+            fields = section["shape"]
+        config = kind.from_json(fields)
+        made_for: int = getattr(config, "target_layers", 0)
+        if made_for and target_layers and made_for != target_layers:
+            raise UnsupportedModelError(
+                f"this drafter is for a target of {made_for} layers, this one has {target_layers}"
+            )
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{path}: {error}") from error
-    return config, _stored_dtype(folder, tensor)
+    return config, _stored_dtype(folder, "layers.0.self_attn.q_proj.weight")
 
 
 def _stored_dtype(folder: str | Path, name: str) -> torch.dtype:
-    weights = DrafterWeights(folder, torch.float32)
+    weights = DrafterTensors(folder, torch.float32)
     if name not in weights:
         raise UnsupportedModelError(
             f"{folder} has no tensor {name!r}, expected the names of the drafter of its config.json"
@@ -382,7 +373,7 @@ def check_tensors(folder: str | Path, config: LayerShape) -> dict[str, tuple[int
     Raises:
         UnsupportedModelError: See :func:`load_weights`.
     """
-    found, shapes = DrafterWeights(folder, torch.float32), config.tensors()
+    found, shapes = DrafterTensors(folder, torch.float32), config.tensors()
     if unknown := sorted(set(found) - set(shapes) - _OTHER_TENSORS):
         raise UnsupportedModelError(
             f"{folder} holds the tensors {unknown[:5]}, which no drafter of its config.json has"
@@ -409,7 +400,7 @@ def load_weights(
         UnsupportedModelError: A tensor is missing, has another shape, or is not known, which means
             that the drafter has a part that its config.json does not describe.
     """
-    shapes, found = check_tensors(folder, config), DrafterWeights(folder, dtype, device)
+    shapes, found = check_tensors(folder, config), DrafterTensors(folder, dtype, device)
     drafted = drafted_tokens(Path(folder), config)
     weights = {name: found[name] for name in shapes}
     return weights if drafted is None else {**weights, DRAFT_TOKENS: drafted.to(device)}
@@ -472,7 +463,7 @@ class TargetEmbedding:
         """
         tokens = own = None
         if folder is not None:
-            tokens, own = drafted_tokens(folder, shape), DrafterWeights(folder, dtype, device)
+            tokens, own = drafted_tokens(folder, shape), DrafterTensors(folder, dtype, device)
         source = None if target is None else open_model(target)
         tied = source is not None and source.config().tied
         tables: dict[str, Tensor | PackedMatrix] = {}  # of the target; tied ones are one tensor

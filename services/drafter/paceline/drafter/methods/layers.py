@@ -6,10 +6,8 @@ A drafter may have a reduced vocabulary: only the most frequent tokens are draft
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
@@ -21,46 +19,24 @@ from torch import Tensor
 
 from paceline.convert import open_model
 from paceline.convert.config import check_rope, rope_frequencies, rope_parameters
+from paceline.convert.drafters import (
+    DRAFT_TOKENS,
+    DRAFTED,
+    HF_FIELDS,
+    DrafterTensors,
+    config_errors,
+)
 from paceline.convert.folder_files import one_line
 from paceline.convert.model_source import remembered_by_transformers
-from paceline.convert.weights import Checkpoint, plain
+from paceline.convert.weights import plain
 from paceline.decoder import UnsupportedModelError
 from paceline.decoder.linear import Linear
-from paceline.drafter.methods.base import SECTION
 from paceline.kernels import Heads, Norm, Recorder
 from paceline.kernels.linear import pack_rotated
 from paceline.kernels.quantised import QUANT_BLOCK, quantise
 from paceline.kernels.rotated import DOWN_SIZE, SIZE, RotatedMatrix, rotates
 
-# Names of the tensor with the target's token id of each drafted token, int64 `[R]`, and of the one
-# that tells which tokens are drafted, bool `[V]`. Published `d2t` hold the difference of both ids,
-# those of this project's folders the target's, and they have no `t2d`.
-DRAFT_TOKENS, DRAFTED = "d2t", "t2d"
-
-_RENAMED = {
-    "candidate_selector.predecessor_codebook": "markov_head.markov_w1.weight",
-    "candidate_selector.successor_codebook": "markov_head.markov_w2.weight",
-    "candidate_selector.hidden_projection.weight": "markov_head.gate_proj.weight",
-}
-
-
-class DrafterWeights(Checkpoint):
-    """Tensors of a drafter's folder, by the names of this project.
-
-    Published folders may have a prefix ``model.``, call an only layer ``midlayer``, and the
-    sequential head of DFlash 2 a ``candidate_selector``.
-    """
-
-    def __init__(
-        self, folder: str | Path, dtype: torch.dtype, device: torch.device | str = "cpu"
-    ) -> None:
-        super().__init__(folder, dtype, device)
-        self._names = {_own_name(name): file for name, file in self._names.items()}
-
-
-def _own_name(name: str) -> str:
-    own = name.removeprefix("model.").replace("midlayer.", "layers.0.", 1)
-    return _RENAMED.get(own, own)
+_MAX_SIZE = 1 << 31
 
 
 def drafted_tokens(folder: Path, config: LayerShape) -> Tensor | None:
@@ -72,12 +48,10 @@ def drafted_tokens(folder: Path, config: LayerShape) -> Tensor | None:
     """
     if not config.draft_vocab_size:
         return None
-    weights = DrafterWeights(folder, torch.float32)
-    found = weights.stored(DRAFT_TOKENS) if DRAFT_TOKENS in weights else torch.empty(0)
+    weights = DrafterTensors(folder, torch.float32)
+    found = weights.draft_tokens()
     count, vocab = config.draft_vocab_size, config.vocab_size
     valid = found.dtype == torch.int64 and found.shape == (count,)
-    if valid and SECTION not in json.loads((folder / "config.json").read_text(encoding="utf-8")):
-        found = found + torch.arange(count)
     if not valid or found[0] < 0 or found[-1] >= vocab or (found.diff() <= 0).any():
         raise UnsupportedModelError(
             f"{folder} has no valid tensor {DRAFT_TOKENS!r}, expected {count} rising token ids "
@@ -117,15 +91,8 @@ class LayerShape:
         UnsupportedModelError: A field is out of range.
     """
 
-    HF_FIELDS: ClassVar[Mapping[str, str]] = {
-        "hidden": "hidden_size",
-        "intermediate": "intermediate_size",
-        "q_heads": "num_attention_heads",
-        "kv_heads": "num_key_value_heads",
-        "head_dim": "head_dim",
-        "vocab_size": "vocab_size",
-        "max_position": "max_position_embeddings",
-    }  # names of the fields above 0 in a transformers configuration; a subclass adds its own
+    method: ClassVar[str]  # its method
+    SIZES: ClassVar[tuple[str, ...]] = tuple(HF_FIELDS)  # names of the fields above 0
     hidden: int  # width of the residual stream
     intermediate: int  # width of the feed-forward blocks
     q_heads: int  # query heads
@@ -140,10 +107,12 @@ class LayerShape:
     draft_vocab_size: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
-        for name in self.HF_FIELDS:
+        for name in self.SIZES:
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise UnsupportedModelError(f"{name} is {value!r}, expected a number above 0")
+            if not isinstance(value, int) or not 0 < value < _MAX_SIZE:
+                raise UnsupportedModelError(
+                    f"{name} is {value!r}, expected a number above 0 and below {_MAX_SIZE}"
+                )
         if self.q_heads % self.kv_heads:
             raise UnsupportedModelError(
                 f"{self.q_heads} query heads are not a multiple of {self.kv_heads} kv heads"
@@ -154,26 +123,16 @@ class LayerShape:
                 f"{self.vocab_size}, the vocabulary of the target"
             )
 
-    def to_hf(self) -> dict[str, Any]:
-        """Return the fields as a transformers configuration names them."""
-        fields = {key: getattr(self, name) for name, key in self.HF_FIELDS.items()}
-        rope = dict(self.rope_parameters)
-        return fields | {"rms_norm_eps": self.norm_eps, "rope_parameters": rope}
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
 
     @classmethod
-    def from_hf(cls, layer: Mapping[str, Any], **rest: Any) -> Self:
-        """Inverse of :meth:`to_hf`; ``rest`` are the other fields of the class.
-
-        Raises:
-            UnsupportedModelError: A field is out of range.
-            KeyError: A field is missing.
-        """
-        return cls(
-            **{name: layer[key] for name, key in cls.HF_FIELDS.items()},
-            norm_eps=float(layer["rms_norm_eps"]),
-            rope_parameters=dict(layer["rope_parameters"]),
-            **rest,
-        )
+    def from_json(cls, fields: Mapping[str, Any]) -> Self:
+        """Raises ``UnsupportedModelError`` if a field is missing, unknown or out of range."""
+        with config_errors(cls.method):
+            lists = {name: tuple(each) for name, each in fields.items() if isinstance(each, list)}
+            eps, rope = float(fields["norm_eps"]), dict(fields["rope_parameters"])
+            return cls(**{**fields, **lists, "norm_eps": eps, "rope_parameters": rope})
 
     @classmethod
     def for_target(cls, path: str | Path, **fields: Any) -> Self:
@@ -191,7 +150,7 @@ class LayerShape:
         source = open_model(path)
         target = source.config()
         found = {
-            **{name: getattr(target, name) for name in LayerShape.HF_FIELDS},
+            **{name: getattr(target, name) for name in HF_FIELDS},
             "norm_eps": target.norm_eps,
             "rope_parameters": rope_parameters(source.hf_config),
             "target_layers": target.layers,
@@ -313,71 +272,6 @@ class TappedShape(LayerShape):
                 "numbers from 0: the target has "
                 f"{self.target_layers or 'an unknown number of'} layers"
             )
-
-
-def target_depth(own: int, given: int) -> int:
-    """Layers of a drafter's target, by its config.json and as given; 0: not known."""
-    if own and given and own != given:
-        raise UnsupportedModelError(
-            f"this drafter is for a target of {own} layers, this one has {given}"
-        )
-    return own or given
-
-
-def reduced_vocabulary(described: Mapping[str, Any], layer: Mapping[str, Any]) -> int:
-    """Number of drafted tokens by a config.json and its part on layers; 0: all."""
-    drafted = int(described.get("draft_vocab_size") or layer["vocab_size"])
-    return drafted if drafted != layer["vocab_size"] else 0
-
-
-def whole_config(layer: Mapping[str, Any], kinds: Sequence[str]) -> Mapping[str, Any]:
-    """Return a transformers configuration of layers with all its fields.
-
-    Args:
-        layer: The configuration as it is in a file.
-        kinds: Supported model types, of ``llama`` and ``qwen3``.
-
-    Raises:
-        UnsupportedModelError: It is of another type, or of one with biases or another activation.
-    """
-    kind = str(layer.get("model_type"))
-
-    hf: Mapping[str, Any] = {"hidden_act": layer.get("hidden_act"), "attention_bias": False}
-    if kind in kinds:
-        hf = remembered_by_transformers(
-            (kind, json.dumps(layer, sort_keys=True)), partial(_complete, kind, dict(layer))
-        )
-    biases = hf["attention_bias"] or hf.get("mlp_bias", False)
-    if kind not in kinds or hf["hidden_act"] != "silu" or biases:
-        raise UnsupportedModelError(
-            f"layers of model type {kind!r}, activation {hf['hidden_act']!r}, attention_bias or "
-            f"mlp_bias {biases} are not supported, expected {' or '.join(kinds)}, silu, False"
-        )
-    return hf
-
-
-def _complete(kind: str, layer: dict[str, Any]) -> dict[str, Any]:
-    from transformers import LlamaConfig, Qwen3Config
-
-    made = {"llama": LlamaConfig, "qwen3": Qwen3Config}[kind]
-    try:
-        filled: dict[str, Any] = made(**layer).to_dict()
-    except Exception as error:  # its strict classes raise errors that are no ValueError
-        raise UnsupportedModelError(f"its config.json is invalid: {one_line(error)}") from error
-    return filled
-
-
-@contextmanager
-def config_errors(drafter: str) -> Iterator[None]:
-    """Raises ``UnsupportedModelError`` for fields of a config.json that are missing or invalid."""
-    try:
-        yield
-    except UnsupportedModelError:
-        raise
-    except (LookupError, AttributeError, TypeError, ValueError, ArithmeticError) as error:
-        raise UnsupportedModelError(
-            f"a field of a {drafter} drafter is missing or invalid in config.json: {error!r}"
-        ) from error
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from paceline.convert import ModelSource, open_model
+from paceline.convert import ModelSource, load_config, open_model
 from paceline.convert.weights import Checkpoint
 from paceline.decoder.config import Rope
 from paceline.drafter.growth.graphs import DraftGraphs, PassShape
@@ -45,9 +45,11 @@ from paceline.drafter.methods.checkpoint import (
     load_model,
     load_weights,
     read_fit,
+    read_shape,
     required_folder,
 )
 from paceline.drafter.methods.layers import (
+    LayerShape,
     LayerWeights,
     TappedShape,
     drafted_tokens,
@@ -314,6 +316,7 @@ class TargetDrafter(Drafter):
 
     path_options: ClassVar[tuple[str, ...]] = ("target",)
     option_type: ClassVar[type[TreeOptions]]  # its options, which are :class:`TargetOptions` too
+    shape_type: ClassVar[type[LayerShape]]  # the shape of its layers
     layer_type: ClassVar[type[DraftLayers]]  # its layers
     sequence_type: ClassVar[type[GrownSequence]]  # its generations
     growth: TreeGrowth
@@ -331,7 +334,7 @@ class TargetDrafter(Drafter):
     @classmethod
     def read_config(cls, folder: Path, target: ModelSource | None) -> tuple[Any, torch.dtype]:
         """Read the shape of the layers from a folder, and the type of its tensors."""
-        raise NotImplementedError
+        return read_shape(cls.shape_type, folder, load_config(target).layers if target else 0)
 
     @classmethod
     def load(

@@ -5,21 +5,7 @@ of the block depend on the previous one, and a confidence head estimates whether
 Without the two heads it is DFlash.
 """
 
-from paceline.drafter.methods.dspark.config import (
-    MARKOV_HEADS,
-    DSparkConfig,
-    Layout,
-    read_dspark,
-    save_dspark,
-)
+from paceline.drafter.methods.dspark.config import MARKOV_HEADS, DSparkConfig
 from paceline.drafter.methods.dspark.heads import ConfidenceHead, MarkovHead
 
-__all__ = [
-    "MARKOV_HEADS",
-    "ConfidenceHead",
-    "DSparkConfig",
-    "Layout",
-    "MarkovHead",
-    "read_dspark",
-    "save_dspark",
-]
+__all__ = ["MARKOV_HEADS", "ConfidenceHead", "DSparkConfig", "MarkovHead"]

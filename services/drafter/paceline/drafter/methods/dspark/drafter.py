@@ -9,23 +9,19 @@ costs one pass of the heads.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from paceline.convert import ModelSource, load_config
-from paceline.decoder import UnsupportedModelError
 from paceline.drafter.growth.graphs import PassShape
 from paceline.drafter.growth.levels import HostDraft, HostPass, LevelTrees, Passes, TreeShape
 from paceline.drafter.growth.sequence import chain_blocks
 from paceline.drafter.growth.target_data import StateRows
 from paceline.drafter.kv.reader import StateSlice
-from paceline.drafter.methods.base import SECTION, Fit, GenerationInfo
-from paceline.drafter.methods.dspark.config import DSparkConfig, layout_of, read_dspark
+from paceline.drafter.methods.base import Fit, GenerationInfo
+from paceline.drafter.methods.dspark.config import DSparkConfig
 from paceline.drafter.methods.dspark.heads import DSparkHeads
 from paceline.drafter.methods.layers import LayerWeights
 from paceline.drafter.methods.options import TreeOptions
@@ -335,6 +331,7 @@ class DSparkDrafter(TargetDrafter):
     cpu_tree: ClassVar[Mapping[str, str]] = {"widths": "3,2,1", "max_nodes": "6"}
     cpu_weights: ClassVar[str] = "int4"
     option_type = DSparkOptions
+    shape_type = DSparkConfig
     layer_type = DSparkBackbone
     sequence_type = DSparkSequence
     layers: DSparkBackbone
@@ -343,17 +340,3 @@ class DSparkDrafter(TargetDrafter):
         levels = layers.config.levels
         depth = min(options.depth or levels, levels)
         super().__init__(layers, replace(options, depth=depth), fit, size)
-
-    @classmethod
-    def layout(cls, described: Mapping[str, Any]) -> str | None:
-        if SECTION in described:
-            return super().layout(described)
-        with suppress(UnsupportedModelError):
-            return layout_of(described).value
-        return None
-
-    @classmethod
-    def read_config(
-        cls, folder: Path, target: ModelSource | None
-    ) -> tuple[DSparkConfig, torch.dtype]:
-        return read_dspark(folder, load_config(target).layers if target else 0)

@@ -8,8 +8,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from paceline.convert.drafters import DRAFT_TOKENS
 from paceline.drafter.methods.dspark.config import DSparkConfig
-from paceline.drafter.methods.layers import DRAFT_TOKENS, draft_rows, linear
+from paceline.drafter.methods.layers import draft_rows, linear
 from paceline.kernels import send
 from paceline.kernels.linear import PackedMatrix
 

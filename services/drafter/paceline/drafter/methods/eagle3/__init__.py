@@ -3,6 +3,6 @@
 See EAGLE-3 (Li et al., arXiv 2503.01840).
 """
 
-from paceline.drafter.methods.eagle3.config import Eagle3Config, read_eagle3, save_eagle3
+from paceline.drafter.methods.eagle3.config import Eagle3Config
 
-__all__ = ["Eagle3Config", "read_eagle3", "save_eagle3"]
+__all__ = ["Eagle3Config"]

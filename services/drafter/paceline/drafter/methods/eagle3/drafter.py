@@ -13,15 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from paceline.convert import ModelSource, load_config
 from paceline.decoder.linear import Linear
-from paceline.drafter.methods.base import SECTION
-from paceline.drafter.methods.eagle3.config import Eagle3Config, is_eagle3, read_eagle3
+from paceline.drafter.methods.eagle3.config import Eagle3Config
 from paceline.drafter.methods.feedback import FeedbackDrafter, FeedbackLayers
 from paceline.drafter.methods.layers import LayerWeights, linear
 from paceline.kernels import Program, send
@@ -107,19 +106,14 @@ class Eagle3Drafter(FeedbackDrafter):
     label: ClassVar[str] = "EAGLE-3"
     recipe: ClassVar[str] = "paceline.train.recipes.eagle3:Eagle3Recipe"
     layer_type = Eagle3Layer
-
-    @classmethod
-    def layout(cls, described: Mapping[str, Any]) -> str | None:
-        if SECTION in described or not is_eagle3(described):
-            return super().layout(described)
-        return "speculators" if "speculators_model_type" in described else "EAGLE"
+    shape_type = Eagle3Config
 
     @classmethod
     def read_config(
         cls, folder: Path, target: ModelSource | None
     ) -> tuple[Eagle3Config, torch.dtype]:
+        config, dtype = super().read_config(folder, target)
         known = load_config(target) if target else None
-        config, dtype = read_eagle3(folder, known.layers if known else 0)
         longrope = config.rope_parameters.get("rope_type") == "longrope"  # depends on the length
         if known is not None and not longrope:  # published ones have the length of their training
             longest = max(config.max_position, known.max_position)

@@ -5,12 +5,6 @@ to the keys and values of one target layer, a gated feed-forward block, the targ
 embedding and LM head.
 """
 
-from paceline.drafter.methods.checkpoint import TargetRef
-from paceline.drafter.methods.longspec.config import LongSpecConfig, read_longspec, save_longspec
+from paceline.drafter.methods.longspec.config import LongSpecConfig
 
-__all__ = [
-    "LongSpecConfig",
-    "TargetRef",
-    "read_longspec",
-    "save_longspec",
-]
+__all__ = ["LongSpecConfig"]

@@ -17,7 +17,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from paceline.convert import ModelSource
 from paceline.drafter.growth.graphs import PassShape, text_and_levels
 from paceline.drafter.growth.levels import (
     HostDraft,
@@ -33,7 +32,7 @@ from paceline.drafter.kv import KvOptions
 from paceline.drafter.kv.reader import StreamingReader
 from paceline.drafter.methods.base import GenerationInfo, Needs, Resources
 from paceline.drafter.methods.layers import LayerWeights
-from paceline.drafter.methods.longspec.config import LongSpecConfig, read_longspec
+from paceline.drafter.methods.longspec.config import LongSpecConfig
 from paceline.drafter.methods.options import TreeOptions, check_context
 from paceline.drafter.methods.target_drafter import (
     FORMATS,
@@ -229,6 +228,7 @@ class LongSpecDrafter(TargetDrafter):
     gpu_tree: ClassVar[Mapping[str, str]] = GPU_TREE
     cpu_weights: ClassVar[str] = "int8"
     option_type = LongSpecOptions
+    shape_type = LongSpecConfig
     layer_type = LongSpecLayer
     sequence_type = LongSpecSequence
     layers: LongSpecLayer
@@ -240,9 +240,3 @@ class LongSpecDrafter(TargetDrafter):
         if "widths" not in options:
             options = {**(cls.cpu_tree if resources.device == "cpu" else cls.gpu_tree), **options}
         return super().load(folder, options, resources)
-
-    @classmethod
-    def read_config(
-        cls, folder: Path, target: ModelSource | None
-    ) -> tuple[LongSpecConfig, torch.dtype]:
-        return read_longspec(folder)

@@ -12,21 +12,20 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from paceline.convert import ModelSource, open_model
+from paceline.convert.drafters import DRAFT_TOKENS, HF_FIELDS
 from paceline.convert.families import layer_shapes
 from paceline.convert.folder_files import read_object
 from paceline.convert.weights import Tensors, Weight
 from paceline.decoder import DecoderConfig, UnsupportedModelError
 from paceline.drafter.methods.base import SECTION
-from paceline.drafter.methods.checkpoint import CONFIG_FILE, TargetRef, write_checkpoint
-from paceline.drafter.methods.layers import DRAFT_TOKENS, TappedShape, drafted_tokens
-
-METHOD = "mtp"
+from paceline.drafter.methods.checkpoint import CONFIG_FILE, TargetRef, save_drafter
+from paceline.drafter.methods.layers import TappedShape, drafted_tokens
 
 # Fields of a config.json with the number of heads.
 COUNTS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
@@ -121,6 +120,7 @@ class MtpConfig(TappedShape):
         UnsupportedModelError: A field is out of range.
     """
 
+    method: ClassVar[str] = "mtp"
     # Whether heads of queries and keys are normalised, where there is no `block`.
     qk_norm: bool = False
     # Number of heads. Level n of a tree is drafted by the nth, deeper ones by the last.
@@ -128,6 +128,11 @@ class MtpConfig(TappedShape):
     layout: MtpLayout = field(default=DEEPSEEK, kw_only=True)  # how the folder stores them
     # Their layer, as one of a model; None: in training, a layer of `llama` or `qwen3`.
     block: DecoderConfig | None = field(default=None, kw_only=True)
+
+    def to_json(self) -> dict[str, Any]:
+        fields = super().to_json()
+        del fields["layout"], fields["block"]
+        return fields
 
     @property
     def of_target(self) -> dict[str, int]:
@@ -207,7 +212,7 @@ def read_mtp(source: ModelSource, weights: str = "auto") -> MtpConfig:
     block = source.config(weights)
     names = list(source.tensors(block.dtype, "cpu"))
     described = read_object(source.path / CONFIG_FILE)
-    section = described.get(SECTION) or {}
+    shape = described.get(SECTION, {}).get("shape", {})
     for layout in LAYOUTS:
         found = {layout.head_of(name, block.layers) for name in names} - {None}
         if found:
@@ -243,7 +248,7 @@ def read_mtp(source: ModelSource, weights: str = "auto") -> MtpConfig:
         rope_parameters={},
         taps=(block.layers - 1,),
         target_layers=block.layers,
-        window=int(section.get("window", windows.pop() or 0 if len(windows) == 1 else 0)),
+        window=shape.get("window", windows.pop() or 0 if len(windows) == 1 else 0),
         draft_vocab_size=drafted if drafted != block.vocab_size else 0,
         heads=len(found),
         layout=layout,
@@ -330,7 +335,9 @@ def save_mtp(
         notes: How it was trained.
     """
     described = {
-        **config.to_hf(),
+        **{key: getattr(config, name) for name, key in HF_FIELDS.items()},
+        "rms_norm_eps": config.norm_eps,
+        "rope_parameters": dict(config.rope_parameters),
         "architectures": ["MtpDraftModel"],
         "model_type": "qwen3" if config.qk_norm else "llama",
         "num_hidden_layers": config.target_layers,
@@ -342,27 +349,22 @@ def save_mtp(
         "draft_vocab_size": config.drafted,
     }
     named = {name if name == DRAFT_TOKENS else f"model.{name}": t for name, t in weights.items()}
-    section = {"window": config.window, "levels": levels}
-    write_checkpoint(
-        folder, METHOD, described, {**named, FINAL_NORM: final_norm}, target,
-        dtype=dtype, section=section, notes=notes,
+    save_drafter(
+        folder, config, {**named, FINAL_NORM: final_norm}, target, levels=levels, dtype=dtype,
+        notes=notes, further=described,
     )  # fmt: skip
 
 
 def load_mtp(folder: Path) -> tuple[MtpConfig, dict[str, Tensor]]:
-    """Read a folder that :func:`save_mtp` wrote, to train its head further: its shape as
-    :meth:`MtpConfig.for_target` returns it, and its weights in float32."""
-    source = open_model(folder)
-    found = read_mtp(source)
-    config = MtpConfig.for_target(
-        folder, window=found.window, draft_vocab_size=found.draft_vocab_size,
-        qk_norm=read_object(folder / CONFIG_FILE).get("model_type") == "qwen3",
-    )  # fmt: skip
+    """Read the shape and the float32 weights of a folder that :func:`save_mtp` wrote, to train its
+    head further."""
+    source, described = open_model(folder), read_object(folder / CONFIG_FILE)
+    config = MtpConfig.from_json(described[SECTION]["shape"])
     tensors = source.tensors(torch.float32, "cpu")
     weights = {
         name.removeprefix("model."): source.tensor(name, torch.float32, "cpu")
         for name in tensors
-        if DEEPSEEK.head_of(name, found.target_layers) is not None
+        if DEEPSEEK.head_of(name, config.target_layers) is not None
     }
     drafted = drafted_tokens(folder, config)
     return config, weights if drafted is None else {**weights, DRAFT_TOKENS: drafted}
