@@ -6,7 +6,7 @@ PROTOS := $(wildcard protos/paceline/v1/*.proto)
 
 .PHONY: setup demo smollm2 test test-slow families levels sanitize resolve chart containers vllm up down lint imports types proto \
 	proto-check browser screenshots clients docs docs-check bench drills fuzz campaign audit gpu-check gpu-kernels gpu-services \
-	gpu-first gpu-speed gpu-wheels gpu-packages gpu-train clean
+	gpu-first gpu-speed gpu-wheels gpu-packages clean
 
 # The version of OpenAI's client for Node that `make clients` tests.
 OPENAI_NODE := 7.57.0
@@ -229,11 +229,6 @@ gpu-packages:
 	    --constraint constraints.txt grpcio grpcio-status grpcio-health-checking \
 	    grpcio-reflection googleapis-common-protos protobuf rich markdown-it-py mdurl \
 	    pytest pytest-asyncio pytest-xdist execnet iniconfig packaging pluggy pygments
-
-# A larger demo target (about 26 M parameters, context 8192) in under ten minutes.
-gpu-train:
-	PYTHONPATH=$(SOURCES) $(PYTHON) -m paceline.train target --preset gpu --device cuda \
-	    --work $(OUT)/work --out $(OUT)/target
 
 clean:
 	rm -rf $(VENV) .make build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

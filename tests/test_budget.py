@@ -12,13 +12,13 @@ ROOT = Path(__file__).resolve().parent.parent
 
 BUDGET = {
     "kernels": 14_175,
-    "services/common": 13_310,
+    "services/common": 13_350,
     "services/verifier": 10_450,
-    "services/drafter": 10_920,
-    "client": 15_140,
-    "train": 6_440,
+    "services/drafter": 10_915,
+    "client": 15_141,
+    "train": 6_185,
     "bench": 7_055,
-    "tests": 51_340,
+    "tests": 51_345,
 }  # maximum number of lines
 SLACK = 0.01  # a folder that is smaller than its budget by a larger share lowers it
 _PRODUCT = ("kernels", "services", "client")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_models import train_tokenizer
 
 from paceline.cli import shipped
 from paceline.cli.main import main
@@ -16,7 +17,6 @@ from paceline.convert import weights_fingerprint
 from paceline.convert.weights import Checkpoint
 from paceline.drafter.methods import method_class, method_names
 from paceline.drafter.methods.base import Budget, GenerationInfo, LoadError, Resources, Update
-from paceline.train.corpus import train_tokenizer
 from paceline.train.model import build_model, save_model
 from paceline.train.presets import LM_PRESETS
 
@@ -107,8 +107,8 @@ def test_it_is_trained_by_its_own_recipe(
     texts = [f"def add_{n}(a, b):\n    return a + b\n" * 150 for n in range(16)]
     for number, text in enumerate(texts):
         (data / f"file{number}.py").write_text(text)
-    tokenizer = train_tokenizer(iter(texts), 300, 512)
-    shape = replace(LM_PRESETS["cpu"], width=64, layers=1, heads=1, kv_heads=1, ff=64)
+    tokenizer = train_tokenizer(iter(texts), 300)
+    shape = replace(LM_PRESETS["lm"], width=64, layers=1, heads=1, kv_heads=1, ff=64)
     save_model(
         target, build_model(replace(shape, vocabulary=300), tokenizer.eos_token_id), tokenizer
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from gguf_files import as_file
+from tiny_models import train_tokenizer
 
 from paceline.drafter.methods.checkpoint import TargetRef, save_drafter
 from paceline.drafter.methods.dspark import DSparkConfig
@@ -19,7 +20,6 @@ from paceline.train.corpus import (
     load_corpus,
     load_tokenizer,
     save_tokenizer,
-    train_tokenizer,
 )
 from paceline.train.model import build_model, save_model
 from paceline.train.modules import DSparkModel, Eagle3Model, LongSpecModel, MtpModel
@@ -37,7 +37,7 @@ def short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def preset() -> Preset:
     return replace(
-        LM_PRESETS["cpu"],
+        LM_PRESETS["lm"],
         width=64,
         layers=2,
         heads=2,
@@ -47,6 +47,8 @@ def preset() -> Preset:
         context=128,
         files=6,
         heldout_files=2,
+        focus_files=None,
+        own_texts=0,
         stages=(Stage("short", 0.9, rows=4, length=32), Stage("long", 0.1, rows=1, length=128)),
         vocabulary=320,
     )
@@ -87,7 +89,7 @@ def target(corpus: Corpus, preset: Preset, tmp_path: Path, request: pytest.Fixtu
     """A target of random weights that can tell its few tokens apart: a folder, or with the
     parameter "file" a GGUF file."""
     texts = (document.text for document in corpus.train)
-    tokenizer = train_tokenizer(texts, preset.vocabulary, 512)
+    tokenizer = train_tokenizer(texts, preset.vocabulary)
     model = build_model(replace(preset, context=512), tokenizer.eos_token_id)
     save_model(tmp_path / "target", model, tokenizer)
     if getattr(request, "param", "folder") == "file":

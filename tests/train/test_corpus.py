@@ -5,16 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_models import train_tokenizer
 
 from paceline.train.batches import Batches
 from paceline.train.corpus import (
-    END_OF_TEXT,
     Corpus,
     EncodedDocuments,
     encode_all,
     load_corpus,
     load_tokenizer,
-    train_tokenizer,
 )
 
 
@@ -59,14 +58,11 @@ def test_a_corpus_without_files_is_refused(
         load_corpus(data, 6, 2)
 
 
-def test_the_end_of_text_is_one_token_and_never_added(corpus: Corpus) -> None:
-    tokenizer = train_tokenizer((d.text for d in corpus.train), vocabulary=320, context=128)
-    assert tokenizer.bos_token_id == tokenizer.eos_token_id == 0
-    assert tokenizer.encode(END_OF_TEXT) == [0]
+def test_the_end_of_text_is_never_added(corpus: Corpus) -> None:
+    tokenizer = train_tokenizer((d.text for d in corpus.train), vocabulary=320)
     encoded = encode_all(tokenizer, corpus.train)
     assert 0 not in encoded[0]
     assert list(EncodedDocuments(tokenizer, corpus.train)) == encoded
-    assert len(tokenizer) == 320
 
 
 def test_a_folder_without_tokenizer_is_refused(target: Path) -> None:
@@ -111,13 +107,3 @@ def test_a_sought_position_gives_the_same_batches() -> None:
 def test_a_corpus_too_short_for_a_batch_is_refused() -> None:
     with pytest.raises(ValueError, match="cannot fill 4 rows of 512 tokens"):
         Batches(DOCUMENTS, separator=0).next(4, 512)
-
-
-def test_copied_rows_end_with_a_copy_of_earlier_tokens() -> None:
-    batches = Batches([list(range(1, 2001))], separator=0, copied=1.0)
-    for _ in range(30):
-        row = batches.stream[batches.next(1, 64)][0].tolist()
-        at = len(row) - 1 - row[::-1].index(0)
-        copied = row[at + 1 :]
-        assert 65 // 8 <= len(copied) <= 32
-        assert any(row[i : i + len(copied)] == copied for i in range(at))

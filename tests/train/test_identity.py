@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from paceline.train.corpus import Corpus, load_corpus, load_tokenizer
+from paceline.train.lm import train_lm
 from paceline.train.model import build_model, save_model
 from paceline.train.presets import Preset
 from paceline.train.run import Run, begin_run, cleared
-from paceline.train.target import train_target
 
 MakeRun = Callable[..., Run]
 
@@ -73,9 +73,9 @@ def test_a_model_is_replaced_only_with_force(
     (out / "notes.json").touch()
     (out / "kept").mkdir()
     with pytest.raises(FileExistsError, match="--force to replace it"):
-        train_target(corpus, preset, run, out)
+        begin_run(run, out, "lm", preset, corpus, target=target)
     assert not run.work.exists()
-    train_target(corpus, preset, replace(run, force=True), out)
+    train_lm(target, corpus, preset, replace(run, force=True), out)
     assert not (out / "notes.json").exists(), "of the model that was there"
     assert (out / "kept").is_dir()
 
@@ -85,7 +85,7 @@ def test_what_is_no_model_is_never_replaced(
 ) -> None:
     run = replace(make_run("work", steps=1), force=True)
     with pytest.raises(FileExistsError, match="holds no model"):
-        begin_run(run, tmp_path, "target", preset, corpus)
+        begin_run(run, tmp_path, "lm", preset, corpus)
     with pytest.raises(ValueError, match="a model that this run reads"):
         begin_run(run, target, "lm", preset, corpus, target=target)
-    begin_run(run, cleared(tmp_path / "new"), "target", preset, corpus)
+    begin_run(run, cleared(tmp_path / "new"), "lm", preset, corpus)

@@ -22,7 +22,6 @@ from paceline.drafter import Resources
 from paceline.drafter.methods import method_class
 from paceline.train import cli
 from paceline.train import drafters as training
-from paceline.train import target as target_training
 from paceline.train.corpus import Corpus
 from paceline.train.dspark import DSparkTrainer
 from paceline.train.eagle3 import Eagle3Trainer
@@ -36,7 +35,6 @@ from paceline.train.recipes.eagle3 import Eagle3Preset
 from paceline.train.recipes.longspec import LongSpecPreset
 from paceline.train.recipes.mtp import MtpPreset
 from paceline.train.run import Run
-from paceline.train.target import train_target
 
 MakeRun = Callable[..., Run]
 Train = Callable[[Run, Path], object]
@@ -69,7 +67,6 @@ MTP = MtpPreset(
 def trainers(target: Path, corpus: Corpus, preset: Preset) -> dict[str, Train]:
     lm = replace(preset, layers=1, focus_files=4, own_texts=2)
     return {
-        "target": lambda run, out: train_target(corpus, preset, run, out),
         "longspec": lambda run, out: LongSpecTrainer(target, LONGSPEC).train(corpus, run, out),
         "dspark": lambda run, out: DSparkTrainer(target, DSPARK).train(corpus, run, out),
         "eagle3": lambda run, out: Eagle3Trainer(target, EAGLE3).train(corpus, run, out),
@@ -115,7 +112,7 @@ def test_the_loss_falls_and_the_folder_is_a_drafter(
         assert ours.config().eos_token_ids == theirs.config().eos_token_ids
 
 
-@pytest.mark.parametrize("kind", ["target", *METHODS])
+@pytest.mark.parametrize("kind", METHODS)
 def test_a_run_whose_time_is_over_prepares_and_steps_as_little_as_it_can(
     kind: str, trainers: dict[str, Train], make_run: MakeRun, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -125,22 +122,20 @@ def test_a_run_whose_time_is_over_prepares_and_steps_as_little_as_it_can(
     assert torch.load(run.work / "run.pt", weights_only=True)["progress"]["step"] == 1
     assert (out / "config.json").is_file()
     said = capsys.readouterr().out
-    if kind != "target":
-        assert re.search(r"own texts: \d of \d, where its share of --minutes is over", said)
-        assert "reading held-out texts: 0 of " in said
+    assert re.search(r"own texts: \d of \d, where its share of --minutes is over", said)
+    assert "reading held-out texts: 0 of " in said
     if kind == "lm":
         assert re.search(r"running the target, tokens: [\d,]+ of .* is over", said)
 
 
-@pytest.mark.parametrize("kind", ["target", "longspec", "dspark", "lm"])
+@pytest.mark.parametrize("kind", ["longspec", "dspark", "lm"])
 def test_an_interrupted_run_goes_on_bit_for_bit(
     kind: str, trainers: dict[str, Train], make_run: MakeRun, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     trainers[kind](make_run("straight", 12), tmp_path / "a")
     with monkeypatch.context() as patch:
-        for module in (training, target_training):
-            patch.setattr(module, "train", _interrupted(at_step=7))
+        patch.setattr(training, "train", _interrupted(at_step=7))
         with pytest.raises(KeyboardInterrupt, match="stopped at step 7, checkpoint written"):
             trainers[kind](make_run("parts", 12), tmp_path / "b")
     trainers[kind](make_run("parts", 12), tmp_path / "b")

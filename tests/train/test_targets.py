@@ -33,7 +33,7 @@ def test_help_says_what_holds_without_each_option() -> None:
     parser = argparse.ArgumentParser()
     cli.add_arguments(parser)
     [commands] = (each.choices for each in parser._actions if isinstance(each.choices, dict))
-    assert {"target", "own-text", *DRAFTERS, "lm"} <= commands.keys()
+    assert {"own-text", *DRAFTERS, "lm"} <= commands.keys()
     silent = [
         (name, action.dest)
         for name, command in commands.items()

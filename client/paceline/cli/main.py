@@ -77,7 +77,7 @@ COMMANDS = (
         "compare speeds by prompt, with services of its own",
         "server,gateway",
     ),
-    Command("train", "paceline.train.cli", "train targets and drafters", "train"),
+    Command("train", "paceline.train.cli", "train drafters", "train"),
     Command("bench", "paceline.bench.cli", "measure speed and resilience", "dev"),
     Command("completion", "paceline.cli.main", "print a shell's completion script"),
 )

@@ -48,21 +48,15 @@ class Batches:
     batch holds indices into that stream: tokens, or a teacher's predictions for them, are looked up
     by it. The order of documents, and of
     the rows cut from them, is a function of (seed, epoch) alone.
-
-    A share `copied` of the rows ends with a separator and a second copy of a piece of the row:
-    text that appears once does not train a model to copy from its context.
     """
 
-    def __init__(
-        self, documents: Sequence[Sequence[int]], separator: int, seed: int = 0, copied: float = 0.0
-    ) -> None:
+    def __init__(self, documents: Sequence[Sequence[int]], separator: int, seed: int = 0) -> None:
         pieces = [[separator, *ids] for ids in documents]
         ends = np.cumsum([len(piece) for piece in pieces])
         self.stream = torch.tensor([token for piece in pieces for token in piece])
         self.position = Position()
         self._places = np.split(np.arange(len(self.stream)), ends[:-1])
         self._seed = seed
-        self._copied = copied
         self._rows: Tensor | None = None
 
     def next(self, rows: int, length: int, documents: int | None = None) -> Tensor:
@@ -102,19 +96,7 @@ class Batches:
                 "give more files or shorter rows"
             )
         starts = order.permutation(count) * length
-        cut = shuffled[starts[:, None] + np.arange(length + 1)]
-        for i in np.flatnonzero(order.random(count) < self._copied):
-            _end_with_copy(cut[i], order)
-        return torch.from_numpy(cut)
-
-
-def _end_with_copy(row: IntArray, random: np.random.Generator) -> None:
-    """End the row of indices with a separator and a copy of an eighth to a half of it."""
-    length = int(random.integers(len(row) // 8, (len(row) - 1) // 2 + 1))
-    kept = len(row) - 1 - length
-    start = int(random.integers(0, kept - length + 1))
-    row[kept] = _SEPARATOR_PLACE
-    row[kept + 1 :] = row[start : start + length]
+        return torch.from_numpy(shuffled[starts[:, None] + np.arange(length + 1)])
 
 
 class Prefixes:

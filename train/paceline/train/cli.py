@@ -1,4 +1,4 @@
-"""`paceline train target`, `own-text`, and each method that names its recipe."""
+"""`paceline train own-text`, and each method that names its recipe."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.convert import load_decoder
 from paceline.service.cpus import usable_cpus
-from paceline.train.presets import LM_PRESETS, Preset
+from paceline.train.presets import Preset
 from paceline.train.recipes import recipes
 
 if TYPE_CHECKING:
@@ -27,8 +27,6 @@ _ALL_FILES = 1_000_000
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the sub-commands of `paceline train` to `parser`."""
     commands = parser.add_subparsers(dest="train_command", required=True, metavar="MODEL")
-    target = commands.add_parser("target", help="train a target")
-    _add_common(target, sorted(LM_PRESETS), preset="cpu", out=_DEMO / "target")
     for method, recipe in recipes().items():
         parser = commands.add_parser(method, help=recipe.help)
         _add_common(parser, sorted(recipe.presets), preset=recipe.preset, out=_DEMO / method)
@@ -68,7 +66,7 @@ def _name_defaults(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the sub-command in `args`; 0 when done, 1 on a bad argument, 130 when interrupted."""
     try:
-        _COMMANDS.get(args.train_command, _drafter)(args)
+        (_own_text if args.train_command == "own-text" else _drafter)(args)
     except KeyboardInterrupt as stop:
         print(f"{stop}; give the same command again to go on", file=sys.stderr)
         return 130
@@ -81,13 +79,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 # Trainers import torch and transformers, which takes seconds: not for `--help`.
-
-
-def _target(args: argparse.Namespace) -> None:
-    from paceline.train.target import train_target
-
-    preset = LM_PRESETS[args.preset]
-    train_target(_corpus(args, preset), preset, _run(args, preset), args.out)
 
 
 def _drafter(args: argparse.Namespace) -> None:
@@ -115,9 +106,6 @@ def _own_text(args: argparse.Namespace) -> None:
     )
 
 
-_COMMANDS = {"target": _target, "own-text": _own_text}
-
-
 def _check_target(target: Path, conversations: bool = False) -> None:
     """Check that training can read a target, before anything is loaded.
 
@@ -142,7 +130,7 @@ def _corpus(args: argparse.Namespace, preset: Preset | None = None) -> Corpus:
 
     if preset is None:
         return load_corpus(args.data, _ALL_FILES, _HELDOUT_FILES, wide=True)
-    return load_corpus(args.data, preset.files, preset.heldout_files, preset.wide)
+    return load_corpus(args.data, preset.files, preset.heldout_files)
 
 
 def _run(args: argparse.Namespace, preset: Any) -> Run:
@@ -170,7 +158,7 @@ def _run(args: argparse.Namespace, preset: Any) -> Run:
 
 
 def _add_common(
-    parser: argparse.ArgumentParser, presets: list[str], preset: str, out: Path | None = None
+    parser: argparse.ArgumentParser, presets: list[str], preset: str, out: Path
 ) -> None:
     parser.add_argument(
         "--preset",
@@ -185,9 +173,7 @@ def _add_common(
         help="time budget; preparing texts takes half at most, measuring for the card is on top",
     )
     parser.add_argument("--steps", type=int, help="largest number of steps")
-    parser.add_argument(
-        "--out", type=Path, default=out, required=out is None, help="model folder to write"
-    )
+    parser.add_argument("--out", type=Path, default=out, help="model folder to write")
     parser.add_argument("--force", action="store_true", help="replace a model that is in --out")
     parser.add_argument(
         "--work",

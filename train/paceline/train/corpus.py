@@ -1,18 +1,17 @@
-"""The text a model is trained on, which files are held out, and the demo models' tokenizer."""
+"""The text that drafters are trained on, and which files are held out."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import sys
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from paceline.convert import open_model
@@ -30,7 +29,6 @@ _WIDE_SIZES = (1_000, 400_000)
 _SUFFIXES = (".py", ".txt", ".md", ".rst", ".c", ".h", ".rs", ".go", ".js", ".ts")
 Documents = Sequence[Sequence[int]]  # token ids of each document
 _READ_TOGETHER = 64  # documents that are encoded at a time
-END_OF_TEXT = "<|endoftext|>"
 
 
 @dataclass(frozen=True)
@@ -58,9 +56,6 @@ class Corpus:
             return [{"path": d.path, "sha256": d.sha256} for d in documents]
 
         return {"source": self.source, "train": rows(self.train), "heldout": rows(self.heldout)}
-
-    def write_manifest(self, path: Path) -> None:
-        path.write_text(json.dumps(self.manifest(), indent=1) + "\n")
 
 
 def load_corpus(data: str, files: int, heldout_files: int, wide: bool = False) -> Corpus:
@@ -121,33 +116,6 @@ def _read(path: Path, root: Path) -> Document:
 
 def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
-
-
-def train_tokenizer(texts: Iterable[str], vocabulary: int, context: int) -> PreTrainedTokenizerFast:
-    """Learn a byte-level BPE of `vocabulary` tokens from `texts`.
-
-    Every text round-trips. Id 0 is `<|endoftext|>`, which both opens and ends
-    a document; `encode` adds no special token by itself. `context` (tokens) is only recorded.
-    """
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    bpe.train_from_iterator(
-        texts,
-        trainers.BpeTrainer(
-            vocab_size=vocabulary,
-            special_tokens=[END_OF_TEXT],
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        ),
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        bos_token=END_OF_TEXT,
-        eos_token=END_OF_TEXT,
-        model_max_length=context,
-        clean_up_tokenization_spaces=False,
-    )
 
 
 def load_tokenizer(target: Path) -> PreTrainedTokenizerFast:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -19,7 +17,6 @@ from transformers import (
 
 from paceline.convert import open_model
 from paceline.train.blocks import plain_folder, store_blocks
-from paceline.train.corpus import Documents
 from paceline.train.presets import Preset
 from paceline.train.run import Progress, cleared
 
@@ -97,37 +94,6 @@ def save_model(
     return shipped
 
 
-def next_token_loss(model: nn.Module, batch: Tensor) -> Tensor:
-    """Mean cross-entropy in nats per token; `batch` is int64 [rows, length + 1]."""
-    logits = model(input_ids=batch[:, :-1], use_cache=False).logits
-    return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
-
-
-@torch.no_grad()
-def text_loss(model: nn.Module, documents: Documents, length: int = 1024) -> float:
-    """Mean loss in nats per token over `documents`, read in windows of `length` tokens.
-
-    Raises ValueError if no document has two tokens.
-    """
-    total, count = 0.0, 0
-    model.eval()
-    for window in _windows(documents, length, next(model.parameters()).device):
-        with torch.autocast(window.device.type, torch.bfloat16):
-            value = next_token_loss(model, window)
-        total += value.item() * (window.shape[1] - 1)
-        count += window.shape[1] - 1
-    return total / count
-
-
-def _windows(documents: Documents, length: int, device: torch.device) -> Iterator[Tensor]:
-    """Windows of up to `length` + 1 tokens, int64 [1, tokens], that overlap by one token."""
-    starts = [(ids, s) for ids in documents for s in range(0, len(ids) - 1, length)]
-    if not starts:
-        raise ValueError("no text to measure: every document is shorter than two tokens")
-    for ids, start in starts:
-        yield torch.tensor([ids[start : start + length + 1]], device=device)
-
-
 def shape_text(p: Preset, model: nn.Module) -> str:
     """Shape of a language model, for its card."""
     parameters = sum(each.numel() for each in model.parameters())
@@ -147,10 +113,4 @@ def schedule_text(p: Preset, progress: Progress) -> str:
         + (f" from the first {p.focus_files} files alone" if stage.focus else "")
         for stage in p.stages
     )
-    copies = (
-        f" {p.copy_share:.0%} of the rows end with a second copy of a piece of themselves, to "
-        "train copying."
-        if p.copy_share
-        else ""
-    )
-    return f"{progress.description}.\nSteps: {stages}.{copies}\n"
+    return f"{progress.description}.\nSteps: {stages}.\n"

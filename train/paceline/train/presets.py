@@ -22,8 +22,7 @@ class Stage:
     length: int
     rate: float = 1.0  # factor on the learning rates
     offset: bool = False  # anchor-offset indices: for rows much shorter than the context
-    # Read only the first documents: the texts that the target wrote for its drafter, or the files
-    # that a target is trained on to the end.
+    # Read only the first documents: the texts that the target wrote for its drafter.
     focus: bool = False
 
 
@@ -94,13 +93,10 @@ class Preset:
     minutes: float
     steps: int
     stages: tuple[Stage, ...]
-    # Share of rows that end with a second copy of a piece of themselves: trains copying.
-    copy_share: float = 0.0
     focus_files: int | None = None
     own_texts: int = 0  # texts that the target writes, as training text for a drafter
     muon_rate: float = 0.02
     adamw_rate: float = 3e-3
-    wide: bool = False  # train on tests and long files too
     vocabulary: int = 4096
     rope_theta: float = 100_000.0
     head_width: int = 64
@@ -128,33 +124,13 @@ class LmPlan(Plan):
 
 
 LM_PRESETS: dict[str, Preset] = {
-    # 14.2 M parameters: writes fluent Python after 80 minutes on two CPU cores.
-    "cpu": Preset(
-        width=384, layers=8, heads=6, kv_heads=2, ff=1024, context=4096,
-        files=120, heldout_files=12, focus_files=48, minutes=80, steps=5000, copy_share=0.5,
-        stages=(
-            Stage("short", 0.35, rows=4, length=512),
-            Stage("middle", 0.05, rows=1, length=2048),
-            Stage("middle", 0.45, rows=1, length=2048, focus=True),
-            Stage("long", 0.15, rows=1, length=4096, focus=True),
-        ),
-    ),
-    # 1.1 M parameters: the drafter, distilled from the target above on the files of its last
-    # stage and on texts that it wrote.
+    # 1.1 M parameters: the drafter, distilled from the demo target on files that it was trained on
+    # to the end and on texts that it wrote.
     "lm": Preset(
         width=128, layers=3, heads=2, kv_heads=1, ff=384, context=4096,
         files=120, heldout_files=12, focus_files=48, own_texts=256,
         minutes=9, steps=3000,
         stages=(Stage("short", 0.9, rows=4, length=512), Stage("long", 0.1, rows=1, length=4096)),
-    ),
-    # 25.7 M parameters on one H200 in under ten minutes, on the whole standard library.
-    "gpu": Preset(
-        width=512, layers=9, heads=8, kv_heads=2, ff=1280, context=8192,
-        files=4000, heldout_files=12, wide=True,
-        minutes=8, steps=6000, copy_share=0.15,
-        stages=(
-            Stage("short", 0.86, rows=16, length=2048), Stage("long", 0.14, rows=4, length=8192),
-        ),
     ),
 }  # fmt: skip
 
