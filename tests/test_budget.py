@@ -12,13 +12,13 @@ ROOT = Path(__file__).resolve().parent.parent
 
 BUDGET = {
     "kernels": 14_175,
-    "services/common": 13_350,
+    "services/common": 13_335,
     "services/verifier": 10_450,
-    "services/drafter": 10_915,
-    "client": 15_141,
-    "train": 6_185,
+    "services/drafter": 10_745,
+    "client": 15_136,
+    "train": 6_160,
     "bench": 7_055,
-    "tests": 51_345,
+    "tests": 51_347,
 }  # maximum number of lines
 SLACK = 0.01  # a folder that is smaller than its budget by a larger share lowers it
 _PRODUCT = ("kernels", "services", "client")

@@ -8,7 +8,8 @@ from typing import Any
 from mutations import mutated
 from pydantic.json_schema import models_json_schema
 
-from paceline.gateway.requests import Body, ChatRequest, CompletionRequest
+from paceline.gateway.bodies import Body
+from paceline.gateway.requests import ChatRequest, CompletionRequest
 from paceline.gateway.responses_api import ResponsesRequest
 
 _TEXTS = ("", "a", "lm", "ngram", "none", "llama", "user", "function", "text", "json_object", "\0",

@@ -12,7 +12,8 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsStr
 from openai.types.completion_create_params import CompletionCreateParamsStreaming as Completion
 from openai.types.responses.response_create_params import ResponseCreateParamsStreaming as Responses
 
-from paceline.gateway.requests import Body, ChatRequest, CompletionRequest, Refused
+from paceline.gateway.bodies import Body, Refused
+from paceline.gateway.requests import ChatRequest, CompletionRequest
 from paceline.gateway.responses_api import ResponsesRequest
 
 from .conftest import Serve, Served

@@ -9,8 +9,9 @@ import openai
 import pytest
 from fakes.transport import MockTransport
 
+from paceline.gateway.bodies import parse_request
 from paceline.gateway.errors import ApiError
-from paceline.gateway.requests import ChatRequest, CompletionRequest, Message, Tool, parse_request
+from paceline.gateway.requests import ChatRequest, CompletionRequest, Message, Tool
 from paceline.gateway.responses_api import ResponsesRequest
 
 from .conftest import Serve, Served

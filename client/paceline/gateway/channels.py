@@ -221,7 +221,6 @@ class ChannelParser:
                 self._header = limit[0]
 
     def _begin(self, header: str) -> None:
-        """Begins a message with this header."""
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
         self._channel = channel[1] if channel else "final"
         self._recipient = recipient[1] if recipient else ""

@@ -16,8 +16,8 @@ from aiohttp import web
 from paceline.telemetry.names import Attribute
 from paceline.telemetry.tracing import http_span, server_attributes
 
+from .bodies import CHANGES, UNKNOWN_FIELDS
 from .errors import ApiError, from_error, from_http
-from .requests import CHANGES, UNKNOWN_FIELDS
 from .writers import DISCONNECTED, FAILED
 
 if TYPE_CHECKING:

@@ -1,206 +1,54 @@
-"""The requests of the gateway: OpenAI's fields, those of other servers, and how a body is read."""
+"""The requests of the gateway: OpenAI's fields, and those of other servers."""
 
 from __future__ import annotations
 
-import json
-import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, islice
-from typing import Annotated, Any, Generic, Literal, NoReturn, Self, TypeVar, get_args
+from typing import Annotated, Any, Generic, Literal, Self, TypeVar, get_args
 
-from aiohttp import web
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Discriminator,
     Field,
     PrivateAttr,
     Tag,
-    ValidationError,
     field_validator,
     model_validator,
 )
-from pydantic_core import CoreSchema, PydanticCustomError
-from pydantic_core.core_schema import any_schema, no_info_plain_validator_function
+from pydantic_core import PydanticCustomError
 
 from paceline.sampling import MAX_LOGIT_BIAS
 from paceline.sampling.json_schema import embedded
 
-from .errors import bad_request, from_validation
+from .bodies import Body, Refused, present
+from .errors import bad_request
 from .tool_schemas import closed
 
-UNKNOWN_FIELDS = web.RequestKey("unknown_fields", list)
-"""Paths of fields of a request that were ignored, for the warning header."""
-CHANGES = web.RequestKey("changes", str)
-"""What was done to the messages of a request, for the warning header."""
-
-MAX_VALUES = 1 << 17  # maximum number of texts, names, arrays and objects in a request
-MAX_DEPTH = 128  # maximum depth of arrays and objects in a request
-MAX_ITEMS = 4096
-"""Maximum number of items in a list of a request: messages, calls, parts, tools, choices."""
-MAX_NAME = 512
-"""Maximum length of a name in a request: of a model, a drafter, a user. Unit: characters."""
+MAX_ITEMS = 4096  # maximum number of items in a list: messages, calls, parts, tools, choices
+MAX_NAME = 512  # maximum length of a name: of a model, a drafter, a user; in characters
 MAX_PROMPTS = 1024  # maximum number of prompts of one request
 MAX_CHOICES = 64  # maximum number of choices of one prompt
 MAX_STOP_CHARACTERS = 4096  # maximum length of a stop string, in characters
 
-# A text of JSON, or the rest of the body behind one that does not end.
-_TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
-_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
-# An escaped half of a character outside the basic plane.
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-
 Item = TypeVar("Item")
+AnyFunction = TypeVar("AnyFunction", bound=Body)
 
+# A list of a request. Its first invalid item is the only error.
 Items = Annotated[list[Item], Field(max_length=MAX_ITEMS, fail_fast=True)]
-"""A list of a request. Its first invalid item is the only error."""
-
 _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _Choices = Annotated[Items[str], Field(min_length=1)]
 
 # An empty one would be no constraint, without a word.
 _Source = Annotated[str, Field(min_length=1)]
 
+# Maximum number of new tokens. A text ends earlier where its context is full.
 Limit = Annotated[int, Field(ge=1)]
-"""Maximum number of new tokens. A text ends earlier where its context is full."""
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 _Token = Annotated[int, Field(ge=0, lt=2**32)]
 _Tokens = Annotated[list[_Token], Field(min_length=1, fail_fast=True)]
 _TokenText = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 _StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 _Name = Annotated[str, Field(max_length=MAX_NAME)]
-
-
-@dataclass(frozen=True)
-class Refused:
-    """Marks a field that would change what an answer means, and that is not supported: with a value
-    the request is a 400 with this reason. An empty or false value asks for nothing."""
-
-    reason: str
-
-    def _check(self, value: Any) -> None:
-        if value:
-            raise PydanticCustomError("refused", "{reason}", {"reason": self.reason})
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
-        return no_info_plain_validator_function(self._check, json_schema_input_schema=any_schema())
-
-
-class Body(BaseModel):
-    """An object of a request. A null field is an absent one, and an integer may have the form of a
-    float, such as 4.0. Unknown fields are kept apart: they change no text's meaning."""
-
-    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, frozen=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _normal(cls, fields: Any) -> Any:
-        if not isinstance(fields, dict):
-            return fields
-        return {name: _with_integers(value) for name, value in _present(fields).items()}
-
-    def unknown(self, path: str = "") -> Iterator[str]:
-        """Paths of fields that are ignored: the schema does not have them."""
-        yield from (f"{path}{name}" for name in self.model_extra or ())
-        for name in type(self).model_fields:
-            value = getattr(self, name)
-            for each in value if isinstance(value, list) else [value]:
-                if isinstance(each, Body):
-                    yield from each.unknown(f"{path}{name}.")
-
-
-def _present(fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if value is not None}
-
-
-def _with_integers(value: Any) -> Any:
-    """A value, or a list of them, where floats without a fraction are integers."""
-    if type(value) is float and value.is_integer():
-        return int(value)
-    if isinstance(value, list) and not {float, list}.isdisjoint(map(type, value)):
-        return [_with_integers(each) for each in value]
-    return value
-
-
-AnyBody = TypeVar("AnyBody", bound=Body)
-
-
-def parse_request(
-    content: bytes, kind: type[AnyBody], *, strict: bool
-) -> tuple[AnyBody, list[str]]:
-    """A validated request, and the paths of its fields that are unknown and ignored.
-
-    Takes long for long requests: call it in a thread. Raises ApiError if the content is not a
-    request of this kind, or if `strict`, it has an unknown field.
-    """
-    try:
-        body = kind.model_validate(_parsed(content))
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, ValidationError):
-            raise from_validation(error) from None
-        raise bad_request(f"the body is not JSON: {error}", None) from None
-    unknown = list(dict.fromkeys(body.unknown()))
-    if unknown and strict:
-        raise bad_request(f"unrecognized request argument: {unknown[0]}", unknown[0])
-    return body, unknown
-
-
-def _parsed(content: bytes) -> Any:
-    """JSON without what Python reads beyond it, since answers repeat parts of requests. Raises
-    ValueError if it is not that; and ApiError if it has too many values, is nested too deep, or has
-    texts that UTF-8 cannot encode."""
-    _check_shape(content)
-    text = content.decode(json.detect_encoding(content))  # json.loads takes halves of pairs
-    value = json.loads(text, parse_constant=_no_number, parse_float=_finite)
-    if _SURROGATE.search(text):
-        fields = value.items() if isinstance(value, dict) else [("the body", value)]
-        for name, field in fields:
-            try:
-                json.dumps([name, field], ensure_ascii=False).encode()
-            except UnicodeEncodeError:
-                field_name = name.encode(errors="replace").decode()
-                message = f"{field_name} has half a surrogate pair, which UTF-8 cannot encode"
-                raise bad_request(message, field_name) from None
-    return value
-
-
-def _check_shape(content: bytes) -> None:
-    """Raise ApiError if JSON of this shape takes much more memory and time than its length. Numbers
-    are not counted: a prompt may have as many as a body has room for."""
-    opened = content.count(b"{") + content.count(b"[")
-    if opened <= MAX_DEPTH and content.count(b'"') <= 2 * MAX_VALUES:
-        return
-    texts = sum(1 for _ in islice(_TEXT.finditer(content), MAX_VALUES + 1))
-    brackets = b""
-    if texts <= MAX_VALUES:
-        brackets = _TEXT.sub(b"", content).translate(None, _NO_BRACKETS)
-    if texts + brackets.count(b"{") + brackets.count(b"[") > MAX_VALUES:
-        raise bad_request(
-            f"the body has more than {MAX_VALUES} texts, names, arrays and objects: send several "
-            "requests",
-            None,
-            "request_too_complex",
-        )
-    deepest = max(accumulate(1 if each in b"[{" else -1 for each in brackets), default=0)
-    if deepest > MAX_DEPTH:
-        raise bad_request(
-            f"the body is nested {deepest} deep, expected at most {MAX_DEPTH}",
-            None,
-            "request_too_complex",
-        )
-
-
-def _no_number(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no number")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if math.isinf(value):
-        raise ValueError(f"{text} is too large")
-    return value
 
 
 class TextPart(Body):
@@ -322,8 +170,8 @@ class Tool(Body):
     def for_template(self) -> dict[str, Any]:
         """The tool for `render_chat`: as it was sent, its order included, since templates print it.
         Null fields are absent ones, but what a schema has as null is a part of the schema."""
-        function = _present(self._sent["function"]) | {"parameters": self.function.parameters}
-        return {"type": self.type, **_present(self._sent), "function": function}
+        function = present(self._sent["function"]) | {"parameters": self.function.parameters}
+        return {"type": self.type, **present(self._sent), "function": function}
 
 
 class OtherTool(Body):
@@ -344,7 +192,6 @@ def _kind_of_tool(tool: Any) -> str:
     return "Other" if isinstance(kind, str) and kind != "function" else "Function"
 
 
-AnyFunction = TypeVar("AnyFunction", bound=Body)
 OrOtherTool = Annotated[
     Annotated[AnyFunction, Tag("Function")] | Annotated[OtherTool, Tag("Other")],
     Discriminator(_kind_of_tool),
@@ -395,12 +242,12 @@ class ToolUse:
     """Tools of a request, and how they may be called."""
 
     tools: Sequence[Tool]
+    # "auto" leaves the choice to the model; "required" and "named" enforce calls.
     mode: Literal["none", "auto", "required", "named"]
-    """"auto" leaves the choice to the model; "required" and "named" enforce calls."""
     parallel: bool = True  # whether there may be several calls
     name: str = ""  # function to be called, in mode "named"
+    # Whether an answer that is no call has a format. A grammar is one of the whole text.
     bound: bool = False
-    """Whether an answer that is no call has a format. A grammar is one of the whole text."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -524,8 +371,7 @@ class StreamOptions(Body):
     """Additional content of a stream."""
 
     include_usage: bool = False  # end with an event that has `usage` and no choices
-    include_rounds: bool = False
-    """Add the round with its tree and the proposer of each piece to each event."""
+    include_rounds: bool = False  # add its tree and the proposer of each piece to each event
     # A field of OpenAI's against measuring the length of tokens; there is no padding here.
     include_obfuscation: bool = False
 

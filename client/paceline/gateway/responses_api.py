@@ -13,12 +13,12 @@ from pydantic import Field, ValidationError
 
 from paceline.client import Chunk, GenerationResult, InvalidRequestError, TokenLogprob
 
+from .bodies import Body, Refused
 from .channels import parser_of
 from .errors import ApiError, bad_request, from_validation
 from .generation import GenerationJob
 from .requests import (
     AllowedTools,
-    Body,
     CallingRequest,
     ChatRequest,
     CommonRequest,
@@ -26,7 +26,6 @@ from .requests import (
     Limit,
     OrOtherTool,
     OtherTool,
-    Refused,
     TextPart,
     ToolUse,
     text_of,

@@ -27,18 +27,12 @@ from paceline.service.tasks import keep_running
 
 from . import middleware
 from .admission import Admission, Place
+from .bodies import CHANGES, UNKNOWN_FIELDS, AnyBody, parse_request
 from .errors import ApiError, bad_request
 from .generation import GenerationJob, JobBuilder, TextEvent, generate_texts
 from .metrics import GatewayMetrics
 from .options import GatewayOptions
-from .requests import (
-    CHANGES,
-    UNKNOWN_FIELDS,
-    AnyBody,
-    ChatRequest,
-    CompletionRequest,
-    parse_request,
-)
+from .requests import ChatRequest, CompletionRequest
 from .responses_api import ResponsesRequest, ResponsesWriter, errors_of_response
 from .writers import ChatWriter, CompletionWriter, EventStream, WholeResponse, Writer
 

@@ -176,8 +176,6 @@ def usage(job: GenerationJob, results: Sequence[GenerationResult]) -> Json:
 
 
 class CompletionWriter(ChoicesWriter):
-    """`/v1/completions`."""
-
     object = object_of_event = "text_completion"
     prefix = "cmpl"
 

@@ -107,10 +107,7 @@ def record(
     layers: Collection[int] = (),
 ) -> TargetRecording:
     """Generate ``count`` tokens after a prompt, end tokens included, and :func:`replay` them.
-
-    Raises:
-        ValueError: The prompt is empty, or the text does not fit the target's context.
-    """
+    Raises ``ValueError`` if the prompt is empty, or the text does not fit the target's context."""
     _check_length(target, prompt, count)
     ((_, tokens),) = write_texts(target, [Task(prompt, sampling_rules(sampling), count)], None)
     return replay(target, prompt, tokens, sampling, layers)

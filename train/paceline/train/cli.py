@@ -107,13 +107,9 @@ def _own_text(args: argparse.Namespace) -> None:
 
 
 def _check_target(target: Path, conversations: bool = False) -> None:
-    """Check that training can read a target, before anything is loaded.
-
-    Raises:
-        FileNotFoundError: There is no such model.
-        ValueError: Its architecture or tokenizer is not supported, or a run on `conversations`
-            finds no chat template.
-    """
+    """Check that training can read a target, before anything is loaded. Raises
+    ``FileNotFoundError`` if there is no such model, and ``ValueError`` if its architecture or
+    tokenizer is not supported, or a run on `conversations` finds no chat template."""
     from paceline.convert import open_model
     from paceline.train.conversations import Template
     from paceline.train.corpus import load_tokenizer

@@ -69,11 +69,8 @@ class TokenizedConversation:
 
 
 def read_conversations(path: Path) -> list[TokenizedConversation]:
-    """Read a file of conversations; a last line that was cut off while writing is left out.
-
-    Raises:
-        ValueError: Another line is no conversation.
-    """
+    """Read a file of conversations; a last line that was cut off while writing is left out. Raises
+    ``ValueError`` if another line is no conversation."""
     lines = path.read_bytes().split(b"\n")
     found = []
     for number, line in enumerate(lines[:-1], 1):  # each line ends with a newline

@@ -120,11 +120,8 @@ def _digest(data: bytes) -> str:
 
 def load_tokenizer(target: Path) -> PreTrainedTokenizerFast:
     """The tokenizer of a model folder or GGUF file, as a service reads it, with its chat template.
-
-    Raises:
-        FileNotFoundError: There is no such model.
-        ValueError: It cannot be read, or has no tokenizer.
-    """
+    Raises ``FileNotFoundError`` if there is no such model, and ``ValueError`` if it cannot be read,
+    or has no tokenizer."""
     source = open_model(target)
     if not source.tokenizer:
         raise ValueError(

@@ -156,13 +156,10 @@ class BlockDrafter(nn.Module):
     def forward(
         self, embedded: Tensor, blocks: TrainingBlocks, positions: Tensor, taps: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Run backbone and heads on blocks of known text.
-
-        Returns:
-            Of the N blocks of all rows: hidden states for the LM head `[N, levels, hidden]`,
-            features of the sequential head `[N, levels, r]`, and logits of the confidences
-            `[N, levels]`; None for a head that the drafter does not have.
-        """
+        """Run backbone and heads on blocks of known text. Returns of the N blocks of all rows:
+        hidden states for the LM head `[N, levels, hidden]`, features of the sequential head `[N,
+        levels, r]`, and logits of the confidences `[N, levels]`; None for a head that the drafter
+        does not have."""
         model = self.model
         hidden = model(embedded, blocks.anchors, taps, positions).flatten(0, 1)
         features = rows = confidence = None

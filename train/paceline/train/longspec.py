@@ -363,8 +363,6 @@ class FrozenTarget:
 
 @dataclass
 class LongSpecDrafterModel(LayerDrafterModel):
-    """A LongSpec layer."""
-
     method = "longspec"
     model: LongSpecModel
 

@@ -71,12 +71,10 @@ def begin_run(
 
     A trainer calls it before it reads anything from `run.work`. The identity of the run is
     everything that determines its weights: method, settings, digests of the corpus and of the
-    models that it reads. The first call writes it to `run.json`,
-    later ones compare. Device, processes and parts of a batch may differ.
-
-    Raises:
-        FileExistsError: `out` holds something, and `run.force` is not set or it is no model.
-        ValueError: `run.work` belongs to another run, or `out` is a model that the run reads.
+    models that it reads. The first call writes it to `run.json`, later ones compare. Device,
+    processes and parts of a batch may differ. Raises ``FileExistsError`` if `out` holds something,
+    and `run.force` is not set or it is no model, and ``ValueError`` if `run.work` belongs to
+    another run, or `out` is a model that the run reads.
     """
     _check_out(out, [folder for folder in (target, start) if folder is not None], run.force)
     identity: dict[str, Any] = {

@@ -234,7 +234,6 @@ class _Reader:
         self._view = memoryview(data.data)  # cut and read much faster than an array
 
     def damaged(self, what: str) -> UnsupportedModelError:
-        """The error for a damaged file."""
         return UnsupportedModelError(f"{self.path}: {what}")
 
     def take(self, count: int) -> memoryview:
@@ -249,7 +248,6 @@ class _Reader:
         return struct.unpack(format, self.take(struct.calcsize(format)))[0]
 
     def text(self, what: str) -> str:
-        """The next string."""
         try:
             return self.take(self.number("<Q")).tobytes().decode()
         except UnicodeDecodeError as error:

@@ -21,8 +21,6 @@ from paceline.kernels import Delta, Heads, Norm, Recorder, Routing
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """The parts of a layer."""
-
     norms: tuple[Norm | None, ...]  # before and after attention and feed-forward block
     qkv: Linear  # with gates of attention, if there are any; or the inputs of `delta`
     delta: Delta | None

@@ -46,8 +46,6 @@ from paceline.kernels.rotated import why_no_integers
 
 @dataclass(frozen=True)
 class ForwardResult:
-    """Result of a forward pass."""
-
     # `[R, V]` for the requested rows; float32 from the compiled kernels, else in the model's type.
     logits: Tensor
     taps: tuple[Tensor, ...] = ()  # per tapped layer, its output `[M, hidden]` in the model's type

@@ -273,14 +273,10 @@ class _IpcHandle(ctypes.Structure):
 
 
 class _Location(ctypes.Structure):
-    """CUmemLocation."""
-
     _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]
 
 
 class _AllocationProp(ctypes.Structure):
-    """CUmemAllocationProp."""
-
     _fields_ = [
         ("type", ctypes.c_int),
         ("handle_types", ctypes.c_int),
@@ -300,8 +296,6 @@ def _shareable(device: int) -> _AllocationProp:
 
 
 class _AccessDesc(ctypes.Structure):
-    """CUmemAccessDesc."""
-
     _fields_ = [("location", _Location), ("flags", ctypes.c_int)]
 
 

@@ -208,7 +208,6 @@ class PageScores(ScoreObserver):
     wants_queries = True
 
     def __init__(self, cache: ObservedCache, layers: Sequence[int]) -> None:
-        """Observe ``layers`` of a cache."""
         super().__init__(layers)
         self._cache = cache
         self._bounds = PageBounds(PAGE)

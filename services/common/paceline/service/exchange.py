@@ -147,7 +147,6 @@ class FramedSocket:
         return length
 
     def close(self) -> None:
-        """Close the socket."""
         self._socket.close()
 
 

@@ -120,12 +120,8 @@ class OptionsError(ValueError):
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Validated options of one server.
-
-    Raises:
-        OptionsError: They contradict each other, or would serve other machines without TLS and a
-            token.
-    """
+    """Validated options of one server. Raises ``OptionsError`` if they contradict each other, or
+    would serve other machines without TLS and a token."""
 
     address: str  # `host:port` (port 0: any free one), `[v6]:port` or `unix:/path`
     tls_cert: Path | None = option(None, "PEM certificate chain of the server", metavar="PEM")

@@ -228,7 +228,6 @@ class Exchange:
         self._verifiers: list[_Verifier] = []
 
     def links(self) -> list[drafter_pb2.VerifierLink]:
-        """The verifiers of the list."""
         return [verifier.link() for verifier in tuple(self._verifiers)]
 
     async def start(self) -> None:

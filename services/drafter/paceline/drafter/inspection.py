@@ -66,14 +66,9 @@ def inspect_drafter(folder: Path, target: Path | None = None) -> Inspection:
 
 
 def method_of_folder(folder: Path) -> type[Drafter]:
-    """Return the method of a drafter's folder.
-
-    Raises:
-        OSError: There is no config.json.
-        ValueError: It is not JSON.
-        UnsupportedModelError: No installed method has such folders.
-        LoadError: Its method cannot be imported.
-    """
+    """Return the method of a drafter's folder. Raises ``OSError`` if there is no config.json,
+    ``ValueError`` if it is not JSON, ``UnsupportedModelError`` if no installed method has such
+    folders, and ``LoadError`` if its method cannot be imported."""
     return _method_of(_described(folder))[0]
 
 
@@ -90,12 +85,8 @@ def _described(folder: Path) -> Json:
 
 
 def _method_of(described: Json) -> tuple[type[Drafter], str]:
-    """Return the method of a folder, and its layout.
-
-    Raises:
-        UnsupportedModelError: No installed method has such folders.
-        LoadError: Its method cannot be imported.
-    """
+    """Return the method of a folder, and its layout. Raises ``UnsupportedModelError`` if no
+    installed method has such folders, and ``LoadError`` if its method cannot be imported."""
     for name in method_names():
         with suppress(LoadError):  # of a method that cannot be imported
             method = method_class(name)

@@ -203,12 +203,9 @@ class Registry:
         return [version for _, versions in sorted(self._versions.items()) for version in versions]
 
     async def load(self, spec: DrafterSpec, *, activate: bool = False) -> Version:
-        """Load a version on a thread. The first version of a name becomes active.
-
-        Raises:
-            LoadError: The method, the folder or an option is wrong.
-            ServiceError: ALREADY_LOADED, if the name has this version; TOO_MANY_VERSIONS.
-        """
+        """Load a version on a thread. The first version of a name becomes active. Raises
+        ``LoadError`` if the method, the folder or an option is wrong, and ``ServiceError`` if
+        ALREADY_LOADED, if the name has this version; TOO_MANY_VERSIONS."""
         loaded = await self._load(spec)
         if activate:
             self._promote(spec.name, {loaded: 1.0})
@@ -220,10 +217,8 @@ class Registry:
         """Give a version a share of new generations.
 
         With a share below 1, the rest stays with the other active version that had the largest
-        share; all others get none.
-
-        Raises:
-            ServiceError: DRAFTER_NOT_FOUND, INVALID_SHARE, DRAINING, or NO_OTHER_VERSION.
+        share; all others get none. Raises ``ServiceError`` if DRAFTER_NOT_FOUND, INVALID_SHARE,
+        DRAINING, or NO_OTHER_VERSION.
         """
         if not 0.0 < share <= 1.0:
             raise ServiceError.invalid_argument(
@@ -249,13 +244,8 @@ class Registry:
 
     def rollback(self, name: str) -> list[Version]:
         """Restore the shares from before the last activation; a second call undoes the first.
-
-        Returns:
-            The versions that have a share again.
-
-        Raises:
-            ServiceError: DRAFTER_NOT_FOUND, or NO_PREVIOUS_VERSION.
-        """
+        Returns the versions that have a share again. Raises ``ServiceError`` if DRAFTER_NOT_FOUND,
+        or NO_PREVIOUS_VERSION."""
         if not self._of(name):
             raise self._not_found(name)
         shares = {v: v.previous_share for v in self._of(name) if not v.draining and not v.failing}
@@ -318,10 +308,8 @@ class Registry:
         This is smooth weighted round-robin: of any n consecutive generations a version gets its
         share of n, plus or minus one.
 
-        An empty name is the default one.
-
-        Raises:
-            ServiceError: DRAFTER_NOT_FOUND, or UNAVAILABLE with DRAFTER_DRAINING.
+        An empty name is the default one. Raises ``ServiceError`` if DRAFTER_NOT_FOUND, or
+        UNAVAILABLE with DRAFTER_DRAINING.
         """
         name = name or self.default_name
         if version:

@@ -18,11 +18,8 @@ _MAX_OPTIONS, _MAX_OPTION_CHARS = 64, 4096
 
 @dataclass(frozen=True)
 class DrafterSpec:
-    """A drafter to load.
-
-    Raises:
-        LoadError: Name, version, method or options are malformed, or the name is reserved.
-    """
+    """A drafter to load. Raises ``LoadError`` if Name, version, method or options are malformed, or
+    the name is reserved."""
 
     name: str  # name for clients: letters, digits, dot, dash, underscore; not ``none`` or ``local``
     method: str
@@ -63,9 +60,7 @@ class DrafterSpec:
 
         A part between commas without ``=`` continues the part before it:
         ``lm:DIR,widths=4,4,2,max_nodes=10`` has the options ``widths=4,4,2`` and ``max_nodes=10``.
-
-        Raises:
-            LoadError: The text is malformed.
+        Raises ``LoadError`` if the text is malformed.
         """
         head, *parts = re.split(r",(?=[^,]*=)", text)
         options: dict[str, str] = {}
@@ -91,11 +86,8 @@ class Roots:
         self._roots = tuple(dict.fromkeys(root.resolve() for root in roots))
 
     def check(self, folder: Path) -> Path:
-        """The folder with all links resolved.
-
-        Raises:
-            LoadError: It is not below a root, or does not exist.
-        """
+        """The folder with all links resolved. Raises ``LoadError`` if it is not below a root, or
+        does not exist."""
         try:
             found = folder.resolve()
         except (OSError, ValueError, RuntimeError) as error:  # a zero byte, a cycle of links

@@ -160,7 +160,6 @@ class DecoderSequence(GrownSequence):
         return bool(self.chain) and fits and not self._ended
 
     def tree(self, limits: Budget) -> TokenTree:
-        """Return the tree of the round."""
         nodes = self.chain[: self.reach(limits)]
         return TokenTree(
             tuple(node.token for node in nodes),
@@ -171,8 +170,6 @@ class DecoderSequence(GrownSequence):
 
 
 class DecoderModel:
-    """A decoder that drafts."""
-
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
 

@@ -145,11 +145,8 @@ class DraftGraphs:
     def warm_up(self) -> None:
         """Capture all graphs, the largest first, and logs how many there are. Their kernels are
         compiled before: those of the largest, which are those of smaller ones too, except that
-        products of quantised weights have tiles by their numbers of rows.
-
-        Raises:
-            DeviceLost: The device fails every call since a graph was captured.
-        """
+        products of quantised weights have tiles by their numbers of rows. Raises ``DeviceLost`` if
+        the device fails every call since a graph was captured."""
 
         def draft(sequences: int, fed: int, noise: str) -> None:
             self._make(sequences, fed, noise).draft()

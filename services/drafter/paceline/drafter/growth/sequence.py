@@ -157,11 +157,8 @@ class GrownSequence(DraftSequence):
         return cast(TokenTree, tree)
 
     def begin(self, budget: Budget) -> Budget | None:
-        """Begin a round. Returns the limits of its tree; None if nothing can be drafted.
-
-        Raises:
-            KvGone: The cache whose KV or hidden states are read is gone.
-        """
+        """Begin a round. Returns the limits of its tree; None if nothing can be drafted. Raises
+        ``KvGone`` if the cache whose KV or hidden states are read is gone."""
         settings = self._settings
         depth = min(budget.depth, settings.max_depth, settings.max_position - self.length + 1)
         nodes = min(budget.nodes, settings.max_nodes)
@@ -172,11 +169,8 @@ class GrownSequence(DraftSequence):
 
     @abstractmethod
     def prepare(self) -> bool:
-        """Get ready what the round reads. Returns False if the round cannot be drafted.
-
-        Raises:
-            KvGone: The cache whose KV or hidden states are read is gone.
-        """
+        """Get ready what the round reads. Returns False if the round cannot be drafted. Raises
+        ``KvGone`` if the cache whose KV or hidden states are read is gone."""
 
     def fill(self, text: DraftText) -> None:
         """Set the fields of a text that differ from one native call to the next."""
@@ -185,11 +179,7 @@ class GrownSequence(DraftSequence):
         """Count what the passes of the round wrote of the text."""
 
     def finish(self) -> None:
-        """End the round.
-
-        Raises:
-            KvGone: The cache was released while it was read.
-        """
+        """End the round. Raises ``KvGone`` if the cache was released while it was read."""
 
     def newest(self, begin: int, end: int) -> list[int]:
         """Return the tokens at positions ``begin`` to ``end``, all among those that are kept."""

@@ -52,11 +52,8 @@ class TargetKv:
         self.length = self.pages.length if self.pages is not None else self.layer(0)[0].shape[1]
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values, each ``[Hkv, n, D]``.
-
-        Raises:
-            KvGone: The page table is invalid.
-        """
+        """Return keys and values, each ``[Hkv, n, D]``. Raises ``KvGone`` if the page table is
+        invalid."""
         if self._planes is None:
             reader, parts = self._reader, self._kv.parts(self._number)
             if not parts:  # an all-zero value row contributes nothing

@@ -30,11 +30,8 @@ class KvGone(Exception):
 
 @dataclass(frozen=True)
 class KvOptions:
-    """Options of methods that read the target's KV.
-
-    Raises:
-        ValueError: A value is not one of those known.
-    """
+    """Options of methods that read the target's KV. Raises ``ValueError`` if a value is not one of
+    those known."""
 
     # Transport: map (the verifier's memory, no copy), follow (a copy of selected positions, updated
     # over gRPC), or auto: map where the drafter service can open the verifier's Unix socket, else

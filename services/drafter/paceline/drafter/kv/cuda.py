@@ -50,11 +50,8 @@ class PoolReader(MappedReader):
     """
 
     def __init__(self, file: CacheFile, driver: CudaDriver, reader: int) -> None:
-        """Map the verifier's pool; ``reader`` is the ordinal of the device that reads.
-
-        Raises:
-            KvNotShared: The layout is invalid, or this device cannot read the pool.
-        """
+        """Map the verifier's pool; ``reader`` is the ordinal of the device that reads. Raises
+        ``KvNotShared`` if the layout is invalid, or this device cannot read the pool."""
         super().__init__(file)
         memory = file.layout.pages.memory
         self._page = _page_shape(file)
@@ -90,10 +87,7 @@ class PoolReader(MappedReader):
 
     def _places(self, rows: NDArray[np.int64], size: int) -> tuple[Tensor, Tensor]:
         """Return page and row in the page of rows in pages of ``size``, on the device that reads.
-
-        Raises:
-            KvGone: An entry of the page table is not a page of the pool.
-        """
+        Raises ``KvGone`` if an entry of the page table is not a page of the pool."""
         pages = self._checked(self._table[rows // size].astype(np.int64))
         both = torch.from_numpy(np.stack([pages, rows % size]))
         found, at = send(both, self._memory.device)
@@ -125,10 +119,8 @@ class CudaKv(PoolReader, KvReader):
         """Map the verifier's pool.
 
         Negative layers count from the last; ``reader`` is the ordinal of the device that reads.
-
-        Raises:
-            KvNotShared: The target has no such layers, the layout is invalid, or this device cannot
-                read the pool.
+        Raises ``KvNotShared`` if the target has no such layers, the layout is invalid, or this
+        device cannot read the pool.
         """
         layout, size = file.layout, file.layout.pages.page_size
         self._selection = 0, 0
@@ -183,10 +175,8 @@ class CudaKv(PoolReader, KvReader):
     def gather(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return copies of keys and values at positions, each ``[Hkv, n, D]``, on the GPU.
 
-        Positions are int64 ``[n]`` on the CPU, all below :attr:`committed`.
-
-        Raises:
-            KvGone: The page table is invalid.
+        Positions are int64 ``[n]`` on the CPU, all below :attr:`committed`. Raises ``KvGone`` if
+        the page table is invalid.
         """
         return self._copy(layer, *self._places(positions.numpy(), self._page[3]))
 
@@ -216,11 +206,9 @@ class CudaStates(PoolReader, StateReader):
         """Map the verifier's pool.
 
         Layers are counted from 0, in the order in which they are read. The newest ``window``
-        positions are read; 0: all. ``reader`` is the ordinal of the device that reads.
-
-        Raises:
-            KvNotShared: The cache does not keep these states, the layout is invalid, or this device
-                cannot read the pool.
+        positions are read; 0: all. ``reader`` is the ordinal of the device that reads. Raises
+        ``KvNotShared`` if the cache does not keep these states, the layout is invalid, or this
+        device cannot read the pool.
         """
         kept, dtype = file.kept_states(layers, window)
         row_bytes = kept.hidden_size * dtype.itemsize
@@ -241,22 +229,15 @@ class CudaStates(PoolReader, StateReader):
         self.byte_size = kept.slots * len(layers) * row_bytes
 
     def read(self, begin: int, end: int) -> tuple[int, Tensor]:
-        """See :class:`StateReader`. The copies are on the GPU.
-
-        Raises:
-            KvGone: The page table is invalid.
-        """
+        """See :class:`StateReader`. The copies are on the GPU. Raises ``KvGone`` if the page table
+        is invalid."""
         begin = self._available(begin, end)
         pages, at = self._places(self._rows_of(begin, end).ravel(), self._rows.shape[1])
         width = len(self._indices) * self._rows.shape[2]
         return begin, self._rows[pages, at].view(end - begin, width)
 
     def slice(self, begin: int, end: int) -> StateSlice:
-        """See :class:`StateReader`.
-
-        Raises:
-            KvGone: The page table is invalid.
-        """
+        """See :class:`StateReader`. Raises ``KvGone`` if the page table is invalid."""
         first, size = self._available(begin, end), self._rows.shape[1]
         rows = self._rows_of(first, end)
         pages = self._checked(self._table[rows // size].astype(np.int64))

@@ -61,12 +61,9 @@ class VerifierAccess:
         return (("authorization", f"Bearer {token}"),) if token else ()
 
     def credentials(self) -> grpc.ChannelCredentials | None:
-        """Returns TLS credentials, or None for plain connections.
-
-        Raises:
-            OptionsError: ``tls_ca`` cannot be read, or holds no certificate.
-            OSError: Another file cannot be read.
-        """
+        """Returns TLS credentials, or None for plain connections. Raises ``OptionsError`` if
+        ``tls_ca`` cannot be read, or holds no certificate, and ``OSError`` if another file cannot
+        be read."""
         if self.tls_ca is None:
             return None
         check_authorities(self.tls_ca)
@@ -86,11 +83,9 @@ class KvExchange:
     def __init__(self, access: VerifierAccess, device: str = "cpu") -> None:
         """Make an exchange without connections.
 
-        ``device`` is the torch name of the drafter's: it has to be able to read KV on a GPU.
-
-        Raises:
-            OptionsError: The TLS authorities cannot be read.
-            OSError: Another TLS file cannot be read.
+        ``device`` is the torch name of the drafter's: it has to be able to read KV on a GPU. Raises
+        ``OptionsError`` if the TLS authorities cannot be read, and ``OSError`` if another TLS file
+        cannot be read.
         """
         self._device = device
         self.metadata = access.metadata  # metadata of every call to an address
@@ -121,10 +116,8 @@ class KvExchange:
         """Open keys and values of a cache. The caller closes the reader.
 
         ``address`` is ``unix:/path`` or ``host:port``; negative layers count from the last; a
-        ``budget`` of 0 is for all positions.
-
-        Raises:
-            KvNotShared: The verifier does not answer in time, or refuses.
+        ``budget`` of 0 is for all positions. Raises ``KvNotShared`` if the verifier does not answer
+        in time, or refuses.
         """
         from paceline.drafter.kv.remote import MAX_POSITIONS, RemoteKv, SparseView
 

@@ -95,11 +95,8 @@ class CacheFile:
             del self._memory
 
     def array(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a dense array that begins at a byte of the file, read-only.
-
-        Raises:
-            KvNotShared: It is empty, or does not lie in the file.
-        """
+        """Return a dense array that begins at a byte of the file, read-only. Raises ``KvNotShared``
+        if it is empty, or does not lie in the file."""
         count = math.prod(shape)
         end = offset + count * dtype.itemsize
         if not count or offset < HEADER_BYTES or offset % dtype.itemsize or end > len(self._memory):
@@ -113,11 +110,8 @@ class CacheFile:
         return found.view(*shape)
 
     def numbers(self, layers: Iterable[int]) -> dict[int, int]:
-        """Return the number of each layer of keys and values, as counted from 0.
-
-        Raises:
-            KvNotShared: The target has no such layer.
-        """
+        """Return the number of each layer of keys and values, as counted from 0. Raises
+        ``KvNotShared`` if the target has no such layer."""
         count = self.layout.layers
         numbers = {layer: layer + count if layer < 0 else layer for layer in layers}
         for layer, number in numbers.items():

@@ -57,11 +57,8 @@ class StateSlice:
             self.count = len(states)
 
     def read(self) -> Tensor:
-        """Return the states ``[count, layers * hidden]``.
-
-        Raises:
-            KvGone: The page table is invalid, or rows may have been overwritten.
-        """
+        """Return the states ``[count, layers * hidden]``. Raises ``KvGone`` if the page table is
+        invalid, or rows may have been overwritten."""
         if not isinstance(self._states, Tensor):
             self._states = self._states()
         return self._states
@@ -164,11 +161,7 @@ class KvReader(CacheReader):
 
     def pages(self, layer: int) -> KvPages | None:
         """Return where the selected positions of a layer lie; None if they do not lie in pages of
-        one GPU, or no kernel can gather them.
-
-        Raises:
-            KvGone: The page table is invalid.
-        """
+        one GPU, or no kernel can gather them. Raises ``KvGone`` if the page table is invalid."""
         return None
 
 

@@ -68,11 +68,8 @@ class DeltaCache:
         return keys, values
 
     def apply(self, update: CacheUpdate, budget: int) -> None:
-        """Apply an update; ``budget`` is the maximum number of positions per layer after it.
-
-        Raises:
-            KvGone: It contradicts itself or earlier updates. The cache must not be used then.
-        """
+        """Apply an update; ``budget`` is the maximum number of positions per layer after it. Raises
+        ``KvGone`` if it contradicts itself or earlier updates. The cache must not be used then."""
         committed, count = update[-1].committed_length, len(self._positions)
         drops = [drop for message in update for drop in message.drops]
         chunks = [chunk for message in update for chunk in message.chunks]
@@ -164,10 +161,8 @@ class UpdateStream(ABC):
         """Subscribe, and wait for the verifier's first message.
 
         ``connect`` opens a FollowCache call, and raises KvGone once no call may be opened;
-        ``timeout`` is in seconds.
-
-        Raises:
-            KvNotShared: The verifier refuses, or does not answer in time.
+        ``timeout`` is in seconds. Raises ``KvNotShared`` if the verifier refuses, or does not
+        answer in time.
         """
         opened = cls(connect, subscribe)
         try:

@@ -209,11 +209,9 @@ class Drafter(ABC):
     ) -> Sequence[TokenTree | KvGone]:
         """Drafts a tree for each of several sequences of this drafter.
 
-        If it raises, every one of the sequences must be able to draft again.
-
-        Returns:
-            The tree of each, or the error of one whose cache is gone: its KV or hidden states may
-            have been overwritten while they were read. It concerns no other sequence.
+        If it raises, every one of the sequences must be able to draft again. Returns the tree of
+        each, or the error of one whose cache is gone: its KV or hidden states may have been
+        overwritten while they were read. It concerns no other sequence.
         """
         if self.growth is not None:
             return self.growth.draft_many(rounds)
@@ -223,10 +221,8 @@ class Drafter(ABC):
         """Drafts one level beyond the newest tree of each, as if the verifier accepted its path.
 
         Called while the verifier works, where the drafter has a processor of its own. A sequence
-        keeps what turns out to be the text for its next tree.
-
-        Returns:
-            The sequences for which another call can be of use.
+        keeps what turns out to be the text for its next tree. Returns the sequences for which
+        another call can be of use.
         """
         return [] if self.growth is None else self.growth.draft_ahead(sequences)
 

@@ -61,10 +61,8 @@ def load_model(
     """Call ``load`` on a thread that ends afterwards, and returns its result.
 
     The OpenMP workers of a thread end with it. If they stayed, they and the drafting thread's own
-    would outnumber the cores and slow every operation.
-
-    Raises:
-        LoadError: The loader's own, or UNSUPPORTED_MODEL for any other error.
+    would outnumber the cores and slow every operation. Raises ``LoadError`` if the loader's own, or
+    UNSUPPORTED_MODEL for any other error.
     """
     threads = resources.threads or torch.get_num_threads()
 
@@ -82,11 +80,8 @@ def load_model(
 
 
 def refuse_recurrent(method: str, config: DecoderConfig) -> None:
-    """Refuse a model with recurrent states in a method whose caches have none.
-
-    Raises:
-        LoadError: It has them.
-    """
+    """Refuse a model with recurrent states in a method whose caches have none. Raises ``LoadError``
+    if it has them."""
     if config.delta_layers:
         raise LoadError(
             "UNSUPPORTED_MODEL",
@@ -100,11 +95,8 @@ def read_fit(folder: Path) -> Fit:
 
     The ``paceline`` section of config.json may have a ``target_fingerprint``, a ``target_origin``
     and a ``tokenizer_digest``. Without the last one, the digest is that of the folder's
-    tokenizer.json.
-
-    Raises:
-        LoadError: There is no valid config.json or no safetensors file, the digest in
-            config.json is not that of tokenizer.json, or a GGUF file is damaged.
+    tokenizer.json. Raises ``LoadError`` if there is no valid config.json or no safetensors file,
+    the digest in config.json is not that of tokenizer.json, or a GGUF file is damaged.
     """
     if folder.is_file():
         try:
@@ -143,13 +135,8 @@ def read_fit(folder: Path) -> Fit:
 def check_target(folder: Path, target: Path | ModelSource, fit: Fit) -> Fit:
     """Check that the drafter in ``folder`` was trained for the target in ``target``.
 
-    Another format of that target fits too.
-
-    Returns:
-        The fit to ``target`` itself.
-
-    Raises:
-        LoadError: TARGET_MISMATCH or TOKENIZER_MISMATCH.
+    Another format of that target fits too. Returns the fit to ``target`` itself. Raises
+    ``LoadError`` if TARGET_MISMATCH or TOKENIZER_MISMATCH.
     """
     source = open_model(target)
     if fit.target_origin is not None and fit.target_origin.fits(Origin.of(source)):
@@ -179,11 +166,8 @@ def check_target(folder: Path, target: Path | ModelSource, fit: Fit) -> Fit:
 
 
 def check_own_tensors(folder: Path, config: LayerShape) -> None:
-    """Check the shapes of embedding and LM head, if the folder has its own.
-
-    Raises:
-        UnsupportedModelError: One has another shape.
-    """
+    """Check the shapes of embedding and LM head, if the folder has its own. Raises
+    ``UnsupportedModelError`` if one has another shape."""
     weights = DrafterTensors(folder, torch.float32)
     kinds = ((EMBEDDING, {config.vocab_size}), (HEAD, {config.vocab_size, config.drafted}))
     for name, rows in kinds:
@@ -244,12 +228,9 @@ class TargetRef:
 
     @classmethod
     def of(cls, path: str | Path) -> TargetRef:
-        """Read a target, including all its weights.
-
-        Raises:
-            UnsupportedModelError: A folder without safetensors weights, or a damaged file.
-            FileNotFoundError: There is no such file, or a folder has no config.json.
-        """
+        """Read a target, including all its weights. Raises ``UnsupportedModelError`` if a folder
+        without safetensors weights, or a damaged file, and ``FileNotFoundError`` if there is no
+        such file, or a folder has no config.json."""
         source = open_model(path)
         return cls(
             name=source.name,
@@ -317,13 +298,9 @@ def read_shape(
     kind: type[Shape], folder: str | Path, target_layers: int = 0
 ) -> tuple[Shape, torch.dtype]:
     """Read a drafter's shape, and the type of its tensors; ``target_layers`` is the depth of its
-    target, 0 if it is not known.
-
-    Raises:
-        UnsupportedModelError: It is of another method or format, for a target of another depth, or
-            has fields or a type that are not supported.
-        FileNotFoundError: There is no config.json.
-    """
+    target, 0 if it is not known. Raises ``UnsupportedModelError`` if it is of another method or
+    format, for a target of another depth, or has fields or a type that are not supported, and
+    ``FileNotFoundError`` if there is no config.json."""
     path = Path(folder) / CONFIG_FILE
     described: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     section = described.get(SECTION)
@@ -394,12 +371,9 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
 ) -> dict[str, Tensor]:
-    """Read all tensors of a drafter except the target's.
-
-    Raises:
-        UnsupportedModelError: A tensor is missing, has another shape, or is not known, which means
-            that the drafter has a part that its config.json does not describe.
-    """
+    """Read all tensors of a drafter except the target's. Raises ``UnsupportedModelError`` if a
+    tensor is missing, has another shape, or is not known, which means that the drafter has a part
+    that its config.json does not describe."""
     shapes, found = check_tensors(folder, config), DrafterTensors(folder, dtype, device)
     drafted = drafted_tokens(Path(folder), config)
     weights = {name: found[name] for name in shapes}
@@ -455,11 +429,8 @@ class TargetEmbedding:
         a folder from the target's.
 
         A head in the drafter's folder may have the rows of the drafted tokens alone. The head gets
-        ``bits``, 8 or 4, or stays as it came.
-
-        Raises:
-            UnsupportedModelError: Neither folder has them, or they have another shape; the ids of
-                the drafted tokens are missing or invalid.
+        ``bits``, 8 or 4, or stays as it came. Raises ``UnsupportedModelError`` if neither folder
+        has them, or they have another shape; the ids of the drafted tokens are missing or invalid.
         """
         tokens = own = None
         if folder is not None:

@@ -40,12 +40,9 @@ _MAX_SIZE = 1 << 31
 
 
 def drafted_tokens(folder: Path, config: LayerShape) -> Tensor | None:
-    """Read the target's id of each token that is drafted, int64 ``[R]``; None: all tokens.
-
-    Raises:
-        UnsupportedModelError: They are missing, are not that many rising ids, or ``t2d`` tells of
-            others.
-    """
+    """Read the target's id of each token that is drafted, int64 ``[R]``; None: all tokens. Raises
+    ``UnsupportedModelError`` if they are missing, are not that many rising ids, or ``t2d`` tells of
+    others."""
     if not config.draft_vocab_size:
         return None
     weights = DrafterTensors(folder, torch.float32)
@@ -85,10 +82,8 @@ def draft_rows(drafted: Tensor | None, tokens: Tensor) -> Tensor:
 class LayerShape:
     """Widths, heads and rotary embedding of a drafter's layers.
 
-    Embedding and LM head are the target's, and so are ``hidden`` and ``vocab_size``.
-
-    Raises:
-        UnsupportedModelError: A field is out of range.
+    Embedding and LM head are the target's, and so are ``hidden`` and ``vocab_size``. Raises
+    ``UnsupportedModelError`` if a field is out of range.
     """
 
     method: ClassVar[str]  # its method

@@ -246,8 +246,6 @@ class LmSequence(DecoderSequence):
 
 @dataclass(frozen=True)
 class LmOptions(TreeOptions):
-    """Options of ``lm``."""
-
     widths: tuple[int, ...] = (4, 4, 4, 4)
     max_nodes: int = 16
     min_survival: float = 0.03
@@ -278,8 +276,6 @@ class LmOptions(TreeOptions):
 
 
 class LmDrafter(Drafter):
-    """The method ``lm``."""
-
     method: ClassVar[str] = "lm"
     label: ClassVar[str] = "small language model"
     recipe: ClassVar[str] = "paceline.train.recipes.lm:LmRecipe"

@@ -21,8 +21,6 @@ from paceline.tree import TokenTree
 
 
 class NgramSequence(DraftSequence):
-    """One generation."""
-
     def __init__(self, text: list[int], source: NgramSource) -> None:
         self._text, self._source = text, source
 

@@ -115,8 +115,6 @@ class SelfSpecSequence(DecoderSequence):
 
 @dataclass(frozen=True)
 class SelfSpecOptions(TreeOptions, KvOptions):
-    """Options of ``selfspec``."""
-
     widths: tuple[int, ...] = (1,)
     depth: int = 8
     min_survival: float = 0.02
@@ -142,8 +140,6 @@ class SelfSpecOptions(TreeOptions, KvOptions):
 
 
 class SelfSpecDrafter(Drafter):
-    """The method ``selfspec``."""
-
     method: ClassVar[str] = "selfspec"
     label: ClassVar[str] = "self-speculation"
     growth: TreeGrowth

@@ -21,10 +21,8 @@ class DSparkConfig(TappedShape):
 
     The backbone's layers are Qwen3's: heads are normalised, and there are no biases.
 
-    The ``window`` of :class:`TappedShape` is a number of positions before the anchor.
-
-    Raises:
-        UnsupportedModelError: A field is out of range.
+    The ``window`` of :class:`TappedShape` is a number of positions before the anchor. Raises
+    ``UnsupportedModelError`` if a field is out of range.
     """
 
     method: ClassVar[str] = "dspark"

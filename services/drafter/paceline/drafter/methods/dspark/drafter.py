@@ -323,8 +323,6 @@ class DSparkOptions(TreeOptions, TargetOptions, StateOptions):
 
 
 class DSparkDrafter(TargetDrafter):
-    """The method ``dspark``."""
-
     method: ClassVar[str] = "dspark"
     label: ClassVar[str] = "DSpark"
     recipe: ClassVar[str] = "paceline.train.recipes.dspark:DSparkRecipe"

@@ -20,10 +20,8 @@ class Eagle3Config(TappedShape):
     A position's input is the embedding of the token there, and a hidden state of the position
     before: of the target, fused, or the layer's own output.
 
-    The ``window`` of :class:`TappedShape` includes the token's own position.
-
-    Raises:
-        UnsupportedModelError: A field is out of range.
+    The ``window`` of :class:`TappedShape` includes the token's own position. Raises
+    ``UnsupportedModelError`` if a field is out of range.
     """
 
     method: ClassVar[str] = "eagle3"

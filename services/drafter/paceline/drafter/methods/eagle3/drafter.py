@@ -27,8 +27,6 @@ from paceline.kernels import Program, send
 
 
 class Eagle3Layer(FeedbackLayers):
-    """The layer."""
-
     config: Eagle3Config
 
     def record(self, tensors: LayerWeights) -> list[Program]:
@@ -100,8 +98,6 @@ def _record(
 
 
 class Eagle3Drafter(FeedbackDrafter):
-    """The method ``eagle3``."""
-
     method: ClassVar[str] = "eagle3"
     label: ClassVar[str] = "EAGLE-3"
     recipe: ClassVar[str] = "paceline.train.recipes.eagle3:Eagle3Recipe"

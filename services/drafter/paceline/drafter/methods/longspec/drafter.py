@@ -219,8 +219,6 @@ class LongSpecOptions(TreeOptions, TargetOptions, KvOptions):
 
 
 class LongSpecDrafter(TargetDrafter):
-    """The method ``longspec``."""
-
     method: ClassVar[str] = "longspec"
     label: ClassVar[str] = "LongSpec"
     recipe: ClassVar[str] = "paceline.train.recipes.longspec:LongSpecRecipe"

@@ -114,11 +114,8 @@ LAYOUTS = (
 
 @dataclass(frozen=True)
 class MtpConfig(TappedShape):
-    """Shape of heads, which read outputs of the target's last layer.
-
-    Raises:
-        UnsupportedModelError: A field is out of range.
-    """
+    """Shape of heads, which read outputs of the target's last layer. Raises
+    ``UnsupportedModelError`` if a field is out of range."""
 
     method: ClassVar[str] = "mtp"
     # Whether heads of queries and keys are normalised, where there is no `block`.

@@ -64,8 +64,6 @@ _EMBEDDING = "model.embed_tokens.weight"
 
 @dataclass(frozen=True)
 class MtpHead:
-    """The parts of a head."""
-
     enorm: Norm  # norm of embedded tokens
     hnorm: Norm  # norm of hidden states
     embedded: Linear  # the half of the projection that reads embedded tokens
@@ -152,8 +150,6 @@ class MtpLayers(FeedbackLayers):
 
 
 class MtpDrafter(FeedbackDrafter):
-    """The method ``mtp``."""
-
     method: ClassVar[str] = "mtp"
     label: ClassVar[str] = "MTP"
     recipe: ClassVar[str] = "paceline.train.recipes.mtp:MtpRecipe"
