@@ -11,14 +11,14 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 BUDGET = {
-    "kernels": 14_175,
-    "services/common": 13_335,
-    "services/verifier": 10_450,
-    "services/drafter": 10_745,
-    "client": 15_136,
-    "train": 6_160,
-    "bench": 7_055,
-    "tests": 51_347,
+    "kernels": 14_180,
+    "services/common": 13_365,
+    "services/verifier": 10_440,
+    "services/drafter": 10_750,
+    "client": 15_138,
+    "train": 6_156,
+    "bench": 7_020,
+    "tests": 51_380,
 }  # maximum number of lines
 SLACK = 0.01  # a folder that is smaller than its budget by a larger share lowers it
 _PRODUCT = ("kernels", "services", "client")

@@ -38,12 +38,8 @@ class Prompt:
 
 def chat_prompts(path: Path, source: ModelSource) -> list[Prompt]:
     """The prompts of a file, with what binds their answers: a line may have a ``json_schema``, or
-    ``tools``.
-
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: It has no prompt, or a line that is not a prompt.
-    """
+    ``tools``. Raises ``OSError`` if the file cannot be read, and ``ValueError`` if it has no
+    prompt, or a line that is not a prompt."""
     encoded = chat_encoder(source)
     return [
         Prompt(encoded(prompt, fields.get("tools", ())), _schema(fields))
@@ -109,11 +105,7 @@ def _schema(fields: dict[str, Any]) -> str:
 
 
 def tokenizer(target: Path) -> Tokenizer:
-    """The target's tokenizer.
-
-    Raises:
-        ValueError: The target has none.
-    """
+    """The target's tokenizer. Raises ``ValueError`` if the target has none."""
     found = open_model(target).tokenizer
     if found is None:
         raise ValueError(f"{target} has no tokenizer: give a model with one")

@@ -43,11 +43,8 @@ _FIGURES = {
 
 
 def held_out(target: Path, windows: int) -> Tensor:
-    """Token ids ``[windows, WINDOW]``: half of them prose, half code.
-
-    Raises:
-        ValueError: This checkout and the standard library have less text.
-    """
+    """Token ids ``[windows, WINDOW]``: half of them prose, half code. Raises ``ValueError`` if this
+    checkout and the standard library have less text."""
     prose = [file for pattern in _PROSE for file in sorted(Path().glob(pattern))]
     code = sorted(Path(statistics.__file__).parent.glob("*.py"))
     encode, found = tokenizer(target).encode, []
@@ -101,11 +98,8 @@ def compare(base: Sequence[Tensor], other: Decoder, text: Tensor) -> dict[str, f
 
 
 def llama_cpp(program: str, models: Sequence[Path], text: str, windows: int) -> dict[str, Any]:
-    """The same of GGUF files by ``llama-perplexity``, against the first of them.
-
-    Raises:
-        ValueError: It printed no figures.
-    """
+    """The same of GGUF files by ``llama-perplexity``, against the first of them. Raises
+    ``ValueError`` if it printed no figures."""
     found = {}
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
         file, base = Path(folder, "text"), str(Path(folder, "base"))

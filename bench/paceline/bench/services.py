@@ -100,11 +100,8 @@ async def serving(
 
 
 def first_cores(count: int) -> list[int]:
-    """The first cores that this process may use.
-
-    Raises:
-        ValueError: There are fewer than ``count``.
-    """
+    """The first cores that this process may use. Raises ``ValueError`` if there are fewer than
+    ``count``."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < count:
         raise ValueError(f"this process may use {len(cores)} cores, expected at least {count}")

@@ -118,11 +118,8 @@ def _text(key: str, figures: Quartiles, limit: Quartiles) -> str:
 
 
 def _each_level(args: argparse.Namespace) -> None:
-    """Run a process for each level.
-
-    Raises:
-        CommandError: This processor does not have a level, or the process of one failed.
-    """
+    """Run a process for each level. Raises ``CommandError`` if this processor does not have a
+    level, or the process of one failed."""
     here = levels_here()
     if unknown := [each for each in args.levels if each not in here]:
         raise CommandError(f"--levels {unknown[0]}: expected some of {', '.join(here)}")
@@ -164,11 +161,8 @@ def _profile(args: argparse.Namespace, models: Models, console: Console) -> dict
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure a target in every format of `args.weights`; print and record.
-
-    Raises:
-        ValueError: No context fits the target, or there is only one turn.
-    """
+    """Measure a target in every format of `args.weights`; print and record. Raises ``ValueError``
+    if no context fits the target, or there is only one turn."""
     if args.levels:
         _each_level(args)
         return 0

@@ -186,12 +186,9 @@ def _groups(prompts: Prompts, size: int) -> Iterator[tuple[str, str, list[Prompt
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure all phases until the time is over; print and record.
-
-    Raises:
-        FileNotFoundError: There is no result file to print.
-        ValueError: The result file has nothing to print, or a prompt file has no prompt.
-    """
+    """Measure all phases until the time is over; print and record. Raises ``FileNotFoundError`` if
+    there is no result file to print, and ``ValueError`` if the result file has nothing to print, or
+    a prompt file has no prompt."""
     console = make_console()
     models = Models.of(args)
     source = open_model(models.target)

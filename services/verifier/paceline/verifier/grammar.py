@@ -93,12 +93,10 @@ class Grammars:
         """Compile a constraint, or take it from those in use. Cancellation ends it at once.
 
         References of a schema to other documents are not resolved. A grammar is in Lark's notation,
-        with the extensions of llguidance, or in llama.cpp's GBNF, which has ``::=``.
-
-        Raises:
-            GrammarError: The source is invalid, unsatisfiable, too complex or uses an unsupported
-                feature; or the model has no tokenizer, or no end-of-sequence token.
-            GrammarsBusy: Too many are compiled or in use.
+        with the extensions of llguidance, or in llama.cpp's GBNF, which has ``::=``. Raises
+        ``GrammarError`` if the source is invalid, unsatisfiable, too complex or uses an unsupported
+        feature; or the model has no tokenizer, or no end-of-sequence token, and ``GrammarsBusy`` if
+        too many are compiled or in use.
         """
         what = _NAMES[kind]
         if not self._tokenizer_json or not self._eos_token_ids:

@@ -43,11 +43,7 @@ def source_names(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class VerifierOptions:
-    """Checked options of one verifier.
-
-    Raises:
-        ValueError: An option is out of range.
-    """
+    """Checked options of one verifier. Raises ``ValueError`` if an option is out of range."""
 
     model_name: str | None = option(
         None,

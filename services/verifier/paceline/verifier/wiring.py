@@ -144,10 +144,7 @@ def _check_numerics(numerics: str, device: torch.device) -> None:
 
 def kv_memory(model: LoadedModel, options: VerifierOptions) -> KvSpace:
     """Take memory for KV. A context that does not fit shortens that of the model's description.
-
-    Raises:
-        ValueError: No text fits, or the model's caches cannot lie in pages.
-    """
+    Raises ``ValueError`` if no text fits, or the model's caches cannot lie in pages."""
     decoder, message = model.decoder, model.info.message
     config, device = decoder.config, decoder.device
     if config.delta_layers and options.paged_kv:

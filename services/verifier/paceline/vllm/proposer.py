@@ -72,12 +72,9 @@ class PacelineProposer:
     """
 
     def __init__(self, vllm_config: Any) -> None:
-        """Read vLLM's configuration and the variables ``PACELINE_VLLM_*``, and serve.
-
-        Raises:
-            TypeError: This vLLM has another interface.
-            OptionsError: A variable is invalid, or the address cannot be served.
-        """
+        """Read vLLM's configuration and the variables ``PACELINE_VLLM_*``, and serve. Raises
+        ``TypeError`` if this vLLM has another interface, and ``OptionsError`` if a variable is
+        invalid, or the address cannot be served."""
         log_beside_others()
         settings = self._settings = Settings.read(vllm_config)
         model, own = settings.model, settings.own

@@ -65,12 +65,8 @@ class Settings:
 
     @classmethod
     def read(cls, config: Any, environ: Mapping[str, str] = os.environ) -> Settings:
-        """Read vLLM's configuration and the environment.
-
-        Raises:
-            TypeError: This vLLM has another interface.
-            OptionsError: A variable is invalid.
-        """
+        """Read vLLM's configuration and the environment. Raises ``TypeError`` if this vLLM has
+        another interface, and ``OptionsError`` if a variable is invalid."""
         check_interface()
         try:
             target, parallel = config.model_config, config.parallel_config
