@@ -59,7 +59,7 @@ ROPES: dict[str, dict[str, Any]] = {
     },
     "yarn": {"rope_type": "yarn", "factor": 8.0, **_ORIGINAL},
 }  # fmt: skip
-REF = TargetRef("some-target", ("LlamaForCausalLM",), "f" * 64, "a" * 64)
+REF = TargetRef("some-target", "f" * 64, "a" * 64)
 
 
 @pytest.fixture(scope="module")

@@ -204,7 +204,7 @@ class Registry:
 
     async def load(self, spec: DrafterSpec, *, activate: bool = False) -> Version:
         """Load a version on a thread. The first version of a name becomes active. Raises
-        ``LoadError`` if the method, the folder or an option is wrong, and ``ServiceError`` if
+        ``LoadError`` if the method, the folder or an option is wrong, and ``ServiceError``:
         ALREADY_LOADED, if the name has this version; TOO_MANY_VERSIONS."""
         loaded = await self._load(spec)
         if activate:
@@ -217,7 +217,7 @@ class Registry:
         """Give a version a share of new generations.
 
         With a share below 1, the rest stays with the other active version that had the largest
-        share; all others get none. Raises ``ServiceError`` if DRAFTER_NOT_FOUND, INVALID_SHARE,
+        share; all others get none. Raises ``ServiceError``: DRAFTER_NOT_FOUND, INVALID_SHARE,
         DRAINING, or NO_OTHER_VERSION.
         """
         if not 0.0 < share <= 1.0:
@@ -244,7 +244,7 @@ class Registry:
 
     def rollback(self, name: str) -> list[Version]:
         """Restore the shares from before the last activation; a second call undoes the first.
-        Returns the versions that have a share again. Raises ``ServiceError`` if DRAFTER_NOT_FOUND,
+        Returns the versions that have a share again. Raises ``ServiceError``: DRAFTER_NOT_FOUND,
         or NO_PREVIOUS_VERSION."""
         if not self._of(name):
             raise self._not_found(name)
@@ -308,7 +308,7 @@ class Registry:
         This is smooth weighted round-robin: of any n consecutive generations a version gets its
         share of n, plus or minus one.
 
-        An empty name is the default one. Raises ``ServiceError`` if DRAFTER_NOT_FOUND, or
+        An empty name is the default one. Raises ``ServiceError``: DRAFTER_NOT_FOUND, or
         UNAVAILABLE with DRAFTER_DRAINING.
         """
         name = name or self.default_name

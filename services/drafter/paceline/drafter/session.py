@@ -210,7 +210,7 @@ async def _open_session(
 def check_open(
     message: exchange_pb2.OpenSequence, tokens: Sequence[int], vocab_size: int, max_context: int
 ) -> None:
-    """Check a sequence to open by itself. Raises ``ServiceError`` if EMPTY_TEXT, TEXT_TOO_LONG,
+    """Check a sequence to open by itself. Raises ``ServiceError``: EMPTY_TEXT, TEXT_TOO_LONG,
     INVALID_PROMPT_LENGTH or NAME_TOO_LONG."""
     if not tokens:
         raise ServiceError.invalid_argument(
@@ -239,7 +239,7 @@ def check_round(
 ) -> None:
     """Check a round.
 
-    ``length`` is that of the text with the new tokens. Raises ``ServiceError`` if
+    ``length`` is that of the text with the new tokens. Raises ``ServiceError``:
     TOKEN_OUT_OF_VOCABULARY, OUT_OF_STEP or TEXT_TOO_LONG.
     """
     _check_tokens("new_tokens", message.new_tokens, vocab_size, version)
@@ -281,7 +281,7 @@ def check_fit(
     """Check that a drafter fits the target and the text so far.
 
     The tokenizer's digest decides; the vocabulary size only where a digest is missing, since models
-    of one family pad their embeddings differently. Raises ``ServiceError`` if TARGET_MISMATCH,
+    of one family pad their embeddings differently. Raises ``ServiceError``: TARGET_MISMATCH,
     TOKENIZER_MISMATCH, KV_NOT_SHARED or TOKEN_OUT_OF_VOCABULARY.
     """
     fit, needs, name = version.drafter.fit, version.drafter.needs, version.spec.name

@@ -18,7 +18,7 @@ _MAX_OPTIONS, _MAX_OPTION_CHARS = 64, 4096
 
 @dataclass(frozen=True)
 class DrafterSpec:
-    """A drafter to load. Raises ``LoadError`` if Name, version, method or options are malformed, or
+    """A drafter to load. Raises ``LoadError`` if name, version, method or options are malformed, or
     the name is reserved."""
 
     name: str  # name for clients: letters, digits, dot, dash, underscore; not ``none`` or ``local``

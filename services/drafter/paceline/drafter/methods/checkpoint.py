@@ -61,7 +61,7 @@ def load_model(
     """Call ``load`` on a thread that ends afterwards, and returns its result.
 
     The OpenMP workers of a thread end with it. If they stayed, they and the drafting thread's own
-    would outnumber the cores and slow every operation. Raises ``LoadError`` if the loader's own, or
+    would outnumber the cores and slow every operation. Raises ``LoadError``, the loader's own, or
     UNSUPPORTED_MODEL for any other error.
     """
     threads = resources.threads or torch.get_num_threads()
@@ -136,7 +136,7 @@ def check_target(folder: Path, target: Path | ModelSource, fit: Fit) -> Fit:
     """Check that the drafter in ``folder`` was trained for the target in ``target``.
 
     Another format of that target fits too. Returns the fit to ``target`` itself. Raises
-    ``LoadError`` if TARGET_MISMATCH or TOKENIZER_MISMATCH.
+    ``LoadError``: TARGET_MISMATCH or TOKENIZER_MISMATCH.
     """
     source = open_model(target)
     if fit.target_origin is not None and fit.target_origin.fits(Origin.of(source)):
@@ -221,7 +221,6 @@ class TargetRef:
     """The target that a drafter was made for."""
 
     name: str  # name of its folder or file, without the path
-    architectures: tuple[str, ...]  # from its config.json
     fingerprint: str  # see :func:`paceline.convert.weights_fingerprint`
     tokenizer_digest: str  # SHA-256 hex of its tokenizer.json; empty if it has none
     origin: Origin | None = None  # by which other formats of it are recognised; None: not known
@@ -229,12 +228,11 @@ class TargetRef:
     @classmethod
     def of(cls, path: str | Path) -> TargetRef:
         """Read a target, including all its weights. Raises ``UnsupportedModelError`` if a folder
-        without safetensors weights, or a damaged file, and ``FileNotFoundError`` if there is no
+        has no safetensors weights or a file is damaged, and ``FileNotFoundError`` if there is no
         such file, or a folder has no config.json."""
         source = open_model(path)
         return cls(
             name=source.name,
-            architectures=source.architectures,
             fingerprint=source.fingerprint(),
             tokenizer_digest=source.tokenizer_digest,
             origin=Origin.of(source),
