@@ -117,9 +117,7 @@ async def drafting(
             for field, value in (target or {}).items():
                 setattr(verifier.joined, field, value)
             service = build_service(
-                [DrafterSpec.parse(spec) for spec in specs],
-                verifiers=[verifier.address],
-                **options,
+                [DrafterSpec.parse(spec) for spec in specs], verifiers=[verifier.address], **options
             )
             async with running(service, address, drain_seconds) as stop:
                 peer = await verifier.peer()

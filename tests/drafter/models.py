@@ -169,10 +169,7 @@ def load(method: str, folder: Path | None, target: Path | None = None, **options
 
 
 def start(
-    drafter: Any,
-    text: Sequence[int],
-    source: Any = None,
-    sampling: Sampling = GREEDY,
+    drafter: Any, text: Sequence[int], source: Any = None, sampling: Sampling = GREEDY
 ) -> Any:
     """Starts a generation of a prompt; `source` is the target's KV, or its hidden states."""
     field = "states" if drafter.needs.hidden_state_layers else "kv"
@@ -413,12 +410,7 @@ class Dense:
         """What it reads of the target's, for a text."""
 
     def tree(
-        self,
-        text: list[int],
-        source: Any,
-        sampling: Sampling,
-        widths: Sequence[int],
-        **limits: Any,
+        self, text: list[int], source: Any, sampling: Sampling, widths: Sequence[int], **limits: Any
     ) -> dict[tuple[int, ...], float]:
         """See :func:`beam_search`."""
         with torch.inference_mode():

@@ -86,12 +86,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "longspec": write_longspec(base / "longspec", target, window=16, draft_vocab_size=60),
         "dspark": write_dspark(base / "dspark", target, window=24, markov_rank=4),
         "dspark, heads": write_dspark(
-            base / "heads",
-            target,
-            5,
-            markov_rank=4,
-            confidence=True,
-            draft_vocab_size=50,
+            base / "heads", target, 5, markov_rank=4, confidence=True, draft_vocab_size=50
         ),
         "dspark, chain": write_dspark(base / "chain", target, markov_rank=4, confidence=True),
         "dspark, no heads": write_dspark(base / "block", target, confidence=False),

@@ -422,9 +422,7 @@ async def test_a_round_waits_for_hidden_states_that_are_followed(
     assert states.waits == ([2, 3] if transport == "follow" else [])
 
 
-async def test_spans_continue_the_traces_of_the_verifier(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_spans_continue_the_traces_of_the_verifier(monkeypatch: pytest.MonkeyPatch) -> None:
     spans = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(spans))

@@ -9,11 +9,7 @@ import pytest
 
 from paceline.convert import weights_fingerprint
 from paceline.drafter.methods.base import Budget, GenerationInfo, Update
-from paceline.drafter.methods.selfspec import (
-    MAX_NEW_TOKENS,
-    SelfSpecDrafter,
-    SelfSpecSequence,
-)
+from paceline.drafter.methods.selfspec import MAX_NEW_TOKENS, SelfSpecDrafter, SelfSpecSequence
 from paceline.kernels import streaming
 
 from . import models

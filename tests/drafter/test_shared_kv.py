@@ -151,8 +151,7 @@ def test_no_layout_leads_out_of_the_file(
 
 
 @pytest.mark.parametrize(
-    ("size", "data"),
-    [(0, b""), (4033, b""), (1 << 63, b""), (9, b"\xff" * 9)],
+    ("size", "data"), [(0, b""), (4033, b""), (1 << 63, b""), (9, b"\xff" * 9)]
 )
 def test_a_header_without_a_layout_is_refused(segment: Segment, size: int, data: bytes) -> None:
     segment.header._words[3] = size

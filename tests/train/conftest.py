@@ -15,12 +15,7 @@ from paceline.drafter.methods.eagle3 import Eagle3Config
 from paceline.drafter.methods.longspec import LongSpecConfig
 from paceline.drafter.methods.mtp import MtpConfig, save_mtp
 from paceline.train import drafters as training
-from paceline.train.corpus import (
-    Corpus,
-    load_corpus,
-    load_tokenizer,
-    save_tokenizer,
-)
+from paceline.train.corpus import Corpus, load_corpus, load_tokenizer, save_tokenizer
 from paceline.train.model import build_model, save_model
 from paceline.train.modules import DSparkModel, Eagle3Model, LongSpecModel, MtpModel
 from paceline.train.presets import LM_PRESETS, Preset, Stage

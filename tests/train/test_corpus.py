@@ -8,13 +8,7 @@ import torch
 from tiny_models import train_tokenizer
 
 from paceline.train.batches import Batches
-from paceline.train.corpus import (
-    Corpus,
-    EncodedDocuments,
-    encode_all,
-    load_corpus,
-    load_tokenizer,
-)
+from paceline.train.corpus import Corpus, EncodedDocuments, encode_all, load_corpus, load_tokenizer
 
 
 def test_the_split_is_disjoint_and_always_the_same(folder: Path, corpus: Corpus) -> None:

@@ -16,12 +16,7 @@ from google.protobuf.message import Message
 from rich.table import Table
 
 from paceline.cli.command import CommandError, exit_with, refuse_options
-from paceline.cli.connection import (
-    add_connection_arguments,
-    client_of,
-    tls_of,
-    verifier_address,
-)
+from paceline.cli.connection import add_connection_arguments, client_of, tls_of, verifier_address
 from paceline.cli.output import Output
 from paceline.cli.progress import waiting
 from paceline.client import (

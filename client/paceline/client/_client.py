@@ -163,11 +163,7 @@ class Client:
 
         async def prompt(model: Model) -> list[int]:
             text = await asyncio.to_thread(
-                render_chat,
-                model,
-                conversation,
-                tools=chosen.tools,
-                template=chosen.chat_template,
+                render_chat, model, conversation, tools=chosen.tools, template=chosen.chat_template
             )
             return await model.encode_rendered(text)
 

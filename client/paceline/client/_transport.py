@@ -19,13 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import grpc
 
 from paceline.telemetry.tracing import current_metadata
-from paceline.tokens import (
-    TokenError,
-    certified_name,
-    check_encrypted,
-    is_local,
-    local_token,
-)
+from paceline.tokens import TokenError, certified_name, check_encrypted, is_local, local_token
 from paceline.v1 import verifier_pb2, verifier_pb2_grpc
 
 from ._errors import InvalidRequestError, PacelineError, UnavailableError, rpc_errors

@@ -408,11 +408,7 @@ class ResponsesWriter(Writer):
         part = item["content"][0]
         done = self._text_event("done", text=part["text"])
         self._open = ""
-        return [
-            done,
-            self._part_event("content_part.done", part=part),
-            self._item_event("done"),
-        ]
+        return [done, self._part_event("content_part.done", part=part), self._item_event("done")]
 
     def _call(self, call: Call) -> list[Json]:
         item = {

@@ -351,9 +351,7 @@ async def _drain(gateway: Gateway, seconds: float) -> None:
         logger.warning("requests were still in flight after the drain time; cancelling them")
 
 
-def serve_gateway_metrics(
-    options: GatewayOptions,
-) -> tuple[GatewayMetrics, MetricsEndpoint | None]:
+def serve_gateway_metrics(options: GatewayOptions) -> tuple[GatewayMetrics, MetricsEndpoint | None]:
     """Metrics, and their own endpoint if there is an address for it."""
     registry = new_registry()
     metrics = GatewayMetrics(registry)

@@ -56,9 +56,7 @@ class _Verifier:
         if connection is None:
             return drafter_pb2.VerifierLink(address=self.address, error=self.error)
         return drafter_pb2.VerifierLink(
-            address=self.address,
-            carrier=connection.carrier,
-            sequences=len(connection.sequences),
+            address=self.address, carrier=connection.carrier, sequences=len(connection.sequences)
         )
 
     def announce(self) -> None:
@@ -196,8 +194,7 @@ class _Verifier:
             self.connection, self.error, self._delay = connection, "", FIRST_DELAY
             self.tried.set()
             logger.info(
-                "joined a verifier",
-                extra={"verifier": self.address, "carrier": connection.carrier},
+                "joined a verifier", extra={"verifier": self.address, "carrier": connection.carrier}
             )
             done, _ = await asyncio.wait([*tasks, failed], return_when=asyncio.FIRST_COMPLETED)
             for ended in done:

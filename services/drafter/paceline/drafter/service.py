@@ -15,11 +15,7 @@ from paceline.drafter.exchange import Exchange
 from paceline.drafter.kv.exchange import KvExchange, VerifierAccess
 from paceline.drafter.methods.base import LoadError, Resources
 from paceline.drafter.spec import DrafterSpec
-from paceline.drafter.wiring import (
-    drafter_registry,
-    drafting_device,
-    drafting_worker,
-)
+from paceline.drafter.wiring import drafter_registry, drafting_device, drafting_worker
 from paceline.service import Service, ServiceError
 from paceline.service.phases import phases
 from paceline.telemetry.tracing import tracer

@@ -273,10 +273,7 @@ def _check_length(length: int, max_context: int) -> None:
 
 
 def check_fit(
-    target: exchange_pb2.Joined,
-    read_grant: bytes,
-    tokens: Sequence[int],
-    version: Version,
+    target: exchange_pb2.Joined, read_grant: bytes, tokens: Sequence[int], version: Version
 ) -> None:
     """Check that a drafter fits the target and the text so far.
 

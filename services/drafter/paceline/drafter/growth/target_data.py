@@ -74,10 +74,7 @@ class StateRows:
     """Hidden states of the rows of a pass."""
 
     def __init__(
-        self,
-        blocks: Sequence[StateSlice],
-        convert: Callable[[Tensor], Tensor],
-        repeats: int = 1,
+        self, blocks: Sequence[StateSlice], convert: Callable[[Tensor], Tensor], repeats: int = 1
     ) -> None:
         """Take blocks, and what makes inputs ``[n, width]`` of states ``[n, layers * hidden]``."""
         self.blocks = blocks  # their positions, block after block

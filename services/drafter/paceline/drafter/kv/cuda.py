@@ -16,13 +16,7 @@ from paceline.drafter.kv import KvGone, KvNotShared
 from paceline.drafter.kv.mapped import CacheFile, MappedReader, oldest_kept
 from paceline.drafter.kv.reader import KvPages, KvReader, StateReader, StateSlice
 from paceline.kernels import SINKS, send, streaming
-from paceline.kv.cuda import (
-    CudaDriver,
-    DriverError,
-    MappedMemory,
-    NotMappable,
-    cuda_driver,
-)
+from paceline.kv.cuda import CudaDriver, DriverError, MappedMemory, NotMappable, cuda_driver
 from paceline.kv.segment import HEADER_BYTES
 from paceline.kv.selection import streaming_positions
 
@@ -110,11 +104,7 @@ class CudaKv(PoolReader, KvReader):
     """K and V of some layers in the pages of the verifier's pool."""
 
     def __init__(
-        self,
-        file: CacheFile,
-        layers: Iterable[int],
-        driver: CudaDriver,
-        reader: int,
+        self, file: CacheFile, layers: Iterable[int], driver: CudaDriver, reader: int
     ) -> None:
         """Map the verifier's pool.
 

@@ -153,10 +153,7 @@ class UpdateStream(ABC):
 
     @classmethod
     async def open(
-        cls,
-        connect: Callable[[], Any],
-        subscribe: kv_pb2.FollowSubscribe,
-        timeout: float,
+        cls, connect: Callable[[], Any], subscribe: kv_pb2.FollowSubscribe, timeout: float
     ) -> Self:
         """Subscribe, and wait for the verifier's first message.
 

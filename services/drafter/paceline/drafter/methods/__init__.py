@@ -57,8 +57,7 @@ def method_class(name: str) -> type[Drafter]:
     except (ImportError, AttributeError) as error:
         needed = "pip install 'paceline[server]'" if name in _BUILT_IN else "install what it needs"
         raise LoadError(
-            "METHOD_NOT_INSTALLED",
-            f"method {name!r} cannot be imported ({error}); {needed}",
+            "METHOD_NOT_INSTALLED", f"method {name!r} cannot be imported ({error}); {needed}"
         ) from error
     if not (isinstance(method, type) and issubclass(method, Drafter)):
         raise LoadError(

@@ -17,11 +17,7 @@ from paceline.convert.drafters import DRAFT_TOKENS, DRAFTED, DrafterTensors, pub
 from paceline.convert.folder_files import check_fields, read_object
 from paceline.decoder import DecoderConfig, UnsupportedModelError, use_device
 from paceline.drafter.methods.base import SECTION, Fit, LoadError, Resources
-from paceline.drafter.methods.layers import (
-    LayerShape,
-    drafted_tokens,
-    linear,
-)
+from paceline.drafter.methods.layers import LayerShape, drafted_tokens, linear
 from paceline.kernels.linear import PackedMatrix
 
 P = ParamSpec("P")
@@ -141,9 +137,7 @@ def check_target(folder: Path, target: Path | ModelSource, fit: Fit) -> Fit:
     source = open_model(target)
     if fit.target_origin is not None and fit.target_origin.fits(Origin.of(source)):
         return replace(
-            fit,
-            target_fingerprint=source.fingerprint(),
-            tokenizer_digest=source.tokenizer_digest,
+            fit, target_fingerprint=source.fingerprint(), tokenizer_digest=source.tokenizer_digest
         )
     pairs = (
         ("TARGET_MISMATCH", "weights", fit.target_fingerprint, source.fingerprint()),
@@ -364,10 +358,7 @@ def check_tensors(folder: str | Path, config: LayerShape) -> dict[str, tuple[int
 
 
 def load_weights(
-    folder: str | Path,
-    config: LayerShape,
-    dtype: torch.dtype,
-    device: torch.device | str = "cpu",
+    folder: str | Path, config: LayerShape, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> dict[str, Tensor]:
     """Read all tensors of a drafter except the target's. Raises ``UnsupportedModelError`` if a
     tensor is missing, has another shape, or is not known, which means that the drafter has a part

@@ -48,12 +48,7 @@ from paceline.drafter.methods.checkpoint import (
     read_shape,
     required_folder,
 )
-from paceline.drafter.methods.layers import (
-    LayerShape,
-    LayerWeights,
-    TappedShape,
-    drafted_tokens,
-)
+from paceline.drafter.methods.layers import LayerShape, LayerWeights, TappedShape, drafted_tokens
 from paceline.drafter.methods.options import TreeOptions
 from paceline.kernels import (
     CHUNK,
