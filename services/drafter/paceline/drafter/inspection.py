@@ -29,16 +29,9 @@ class Inspection:
 
 
 def inspect_drafter(folder: Path, target: Path | None = None) -> Inspection:
-    """Inspects a folder, or the GGUF file of a small model.
-
-    Args:
-        folder: The drafter's.
-        target: Folder or file of a target that it is to fit; None: any.
-
-    Raises:
-        OSError: There is no config.json, or no target.
-        ValueError: config.json is not JSON, or a file or the target is not supported.
-    """
+    """Inspect a drafter's folder, or the GGUF file of a small model; None fits any ``target``.
+    Raises ``OSError`` if there is no config.json, or no target, and ``ValueError`` if config.json
+    is not JSON, or a file or the target is not supported."""
     described = {} if folder.is_file() else _described(folder)
     source = open_model(target) if target is not None else None
     facts = {"method": "", "layout": ""}

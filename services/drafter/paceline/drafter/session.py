@@ -151,18 +151,9 @@ async def open_session(
     tracer: Tracer | None = None,
     traceparent: str = "",
 ) -> Session:
-    """Open the KV and hidden states that a version reads, and start its sequence.
-
-    Args:
-        version: The version.
-        generation: The generation, without KV and hidden states.
-        exchange: Opens them.
-        tracer: Makes a span, of which calls to the verifier are children; None: no span.
-        traceparent: The span's parent.
-
-    Raises:
-        ServiceError: KV_NOT_SHARED or HIDDEN_STATES_NOT_SHARED.
-    """
+    """Open the KV and hidden states that a version reads, and start its sequence. Calls to the
+    verifier are children of a span, whose parent is ``traceparent``, unless ``tracer`` is None.
+    Raises ``ServiceError``: KV_NOT_SHARED or HIDDEN_STATES_NOT_SHARED."""
     if tracer is None:
         return await _open_session(version, generation, exchange)
     with server_span(tracer, Span.DRAFTER_OPEN, traceparent, version.attributes):

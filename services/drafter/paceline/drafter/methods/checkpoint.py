@@ -244,18 +244,8 @@ def save_drafter(
     notes: Mapping[str, Any] | None = None,
     further: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a drafter's folder.
-
-    Args:
-        folder: Created if it does not exist.
-        config: Shape of the drafter.
-        tensors: Its tensors by name, of any float type.
-        target: The target that it was trained for.
-        levels: Depth that it was trained to draft to.
-        dtype: Type of the tensors in the file.
-        notes: How it was trained.
-        further: Other fields of config.json.
-    """
+    """Write a drafter's folder: tensors of any float type as ``dtype``, the depth (``levels``) that
+    it was trained to draft to, ``notes`` on its training, and ``further`` fields of config.json."""
     from safetensors.torch import save_file
 
     ours: dict[str, Any] = {

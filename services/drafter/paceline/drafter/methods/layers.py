@@ -62,15 +62,8 @@ def drafted_tokens(folder: Path, config: LayerShape) -> Tensor | None:
 
 
 def draft_rows(drafted: Tensor | None, tokens: Tensor) -> Tensor:
-    """Return the row of each token among the drafted ones.
-
-    Args:
-        drafted: Their ids, rising, int64 ``[R]``; None: all.
-        tokens: Token ids, int64 of any shape.
-
-    Returns:
-        int64 like ``tokens``; R for tokens that are not drafted.
-    """
+    """Return the row of each token among the drafted ones, int64 like ``tokens``; R for tokens that
+    are not ``drafted`` (rising ids, int64 ``[R]``, or None for all)."""
     if drafted is None:
         return tokens
     rows = torch.searchsorted(drafted, tokens.contiguous())
@@ -131,16 +124,12 @@ class LayerShape:
 
     @classmethod
     def for_target(cls, path: str | Path, **fields: Any) -> Self:
-        """Return the shape of a drafter's layers for a target.
+        """Return the shape of a drafter's layers for a target, a folder or GGUF file.
 
-        Args:
-            path: The target's Hugging Face folder or GGUF file.
-            fields: Fields that replace the target's, unless they are None, or that it does not
-                have. Negative numbers of target layers count from the last.
-
-        Raises:
-            UnsupportedModelError: The decoder does not support the target, or it lacks a layer.
-            FileNotFoundError: There is no such file, or the folder has no config.json.
+        ``fields`` are those that it does not have, or that replace its own unless they are None.
+        Negative numbers of target layers count from the last. Raises ``UnsupportedModelError`` if
+        the decoder does not support the target, or it lacks a layer, and ``FileNotFoundError`` if
+        there is no such file, or the folder has no config.json.
         """
         source = open_model(path)
         target = source.config()

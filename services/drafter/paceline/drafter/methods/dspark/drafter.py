@@ -52,15 +52,9 @@ class DSparkBackbone(DraftLayers):
         return [_record_context(self, tensors), _record_block(self, tensors)]
 
     def states_pass(self, batch: Sequence[tuple[int, WindowCache, StateSlice]]) -> HostPass:
-        """Make room for hidden states in contexts.
-
-        Args:
-            batch: For each context its number among those of the pass, the context, and the states
-                that follow it, of at most a window.
-
-        Returns:
-            The pass of :meth:`write_states`.
-        """
+        """Make room for hidden states in contexts: for each its number among those of the pass, the
+        context, and the states that follow it, of at most a window. Returns the pass of
+        :meth:`write_states`."""
         blocks: list[QueryBlock] = []
         positions: list[int] = []
         for index, context, states in batch:
@@ -81,15 +75,9 @@ class DSparkBackbone(DraftLayers):
     def block_pass(
         self, blocks: Sequence[tuple[WindowCache, int, StateSlice | None]]
     ) -> tuple[HostPass, list[Context]]:
-        """Make room for blocks after contexts.
-
-        Args:
-            blocks: For each generation its context, complete up to its anchor, the anchor's token,
-                and the hidden states of the position before it, if the model reads them.
-
-        Returns:
-            The pass of :meth:`draft`, and its contexts.
-        """
+        """Make room for blocks after contexts: for each generation its context, complete up to its
+        anchor, the anchor's token, and the hidden states of the position before it, if the model
+        reads them. Returns the pass of :meth:`draft`, and its contexts."""
         config, length = self.config, self.config.block
         caches = [context for context, _, _ in blocks]
         for cache in caches:

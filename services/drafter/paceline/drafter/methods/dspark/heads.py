@@ -42,15 +42,8 @@ class MarkovHead(nn.Module):
         nn.init.zeros_(self.markov_w2.weight)
 
     def features(self, before: Tensor, hidden: Tensor) -> Tensor:
-        """Compute the features of positions.
-
-        Args:
-            before: W1's row of the token before each, ``[..., r]``.
-            hidden: The backbone's hidden states, ``[..., hidden]``.
-
-        Returns:
-            Features, of which W2 makes the bias, ``[..., r]``.
-        """
+        """Compute the features of positions, of which W2 makes the bias, ``[..., r]``, by W1's row
+        of the token before each, ``[..., r]``, and hidden states, ``[..., hidden]``."""
         return self.gate_proj(hidden) * before if self.kind == "product" else before
 
     def forward(self, before: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:

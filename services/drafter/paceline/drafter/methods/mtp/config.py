@@ -191,16 +191,10 @@ def head_count(described: Mapping[str, Any]) -> int | None:
 
 
 def read_mtp(source: ModelSource, weights: str = "auto") -> MtpConfig:
-    """Read the shape of the heads in a folder, and checks names and shapes of their tensors.
-
-    Args:
-        source: A target with heads, or a folder with heads alone.
-        weights: Their format, as of :meth:`ModelSource.config`.
-
-    Raises:
-        UnsupportedModelError: There are no heads, others than config.json describes, or a tensor is
-            missing, has another shape or is not known.
-    """
+    """Read the shape of the heads in a target or a folder with heads alone, and check their
+    tensors; ``weights`` as in :meth:`ModelSource.config`. Raises ``UnsupportedModelError`` if there
+    are no heads, others than config.json describes, or a tensor is missing, has another shape or is
+    not known."""
     if source.path.is_file():
         raise UnsupportedModelError(
             f"{source.path} is a file; MTP heads are read from Hugging Face folders: give the one "
@@ -319,18 +313,8 @@ def save_mtp(
     dtype: torch.dtype = torch.bfloat16,
     notes: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a head's folder in the layout of DeepSeek-V3, beside a target without heads.
-
-    Args:
-        folder: Where to.
-        config: Shape of the head.
-        weights: Its tensors by name.
-        target: Its target.
-        final_norm: Factors of the target's final norm, ``[hidden]``.
-        levels: Depth that it was trained to draft to.
-        dtype: Type of the tensors in the file.
-        notes: How it was trained.
-    """
+    """Write a head's folder in the layout of DeepSeek-V3, beside a target without heads, with the
+    factors of the target's final norm, ``[hidden]``; see :func:`save_drafter`."""
     described = {
         **{key: getattr(config, name) for name, key in HF_FIELDS.items()},
         "rms_norm_eps": config.norm_eps,
