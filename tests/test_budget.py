@@ -11,14 +11,14 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 BUDGET = {
-    "kernels": 14_180,
-    "services/common": 13_365,
+    "kernels": 14_175,
+    "services/common": 13_355,
     "services/verifier": 10_440,
-    "services/drafter": 10_750,
-    "client": 15_138,
-    "train": 6_156,
+    "services/drafter": 10_635,
+    "client": 15_110,
+    "train": 5_720,
     "bench": 7_020,
-    "tests": 51_380,
+    "tests": 51_230,
 }  # maximum number of lines
 SLACK = 0.01  # a folder that is smaller than its budget by a larger share lowers it
 _PRODUCT = ("kernels", "services", "client")

@@ -16,6 +16,8 @@ from transformers import (
     Qwen3Config,
 )
 
+from paceline.train.blocks import store_blocks
+
 VOCABULARY = 320
 _SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -74,6 +76,21 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenize
     )
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=end, eos_token=end)
+
+
+def write_target(folder: Path, texts: Iterable[str], seed: int = 0) -> PreTrainedTokenizerFast:
+    """A random llama in 8-bit blocks, and a tokenizer that is learnt from texts."""
+    tokenizer = train_tokenizer(texts, VOCABULARY)
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=32, max_position_embeddings=512,
+        tie_word_embeddings=True, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    store_blocks(folder)
+    return tokenizer
 
 
 def write_ending_model(folder: Path) -> None:

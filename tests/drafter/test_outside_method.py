@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import train_tokenizer
+from tiny_models import write_target
 
 from paceline.cli import shipped
 from paceline.cli.main import main
@@ -17,8 +16,6 @@ from paceline.convert import weights_fingerprint
 from paceline.convert.weights import Checkpoint
 from paceline.drafter.methods import method_class, method_names
 from paceline.drafter.methods.base import Budget, GenerationInfo, LoadError, Resources, Update
-from paceline.train.model import build_model, save_model
-from paceline.train.presets import LM_PRESETS
 
 from .bigram_method import TABLE, write_bigram
 from .models import GREEDY, VOCAB, write_model
@@ -107,11 +104,7 @@ def test_it_is_trained_by_its_own_recipe(
     texts = [f"def add_{n}(a, b):\n    return a + b\n" * 150 for n in range(16)]
     for number, text in enumerate(texts):
         (data / f"file{number}.py").write_text(text)
-    tokenizer = train_tokenizer(iter(texts), 300)
-    shape = replace(LM_PRESETS["lm"], width=64, layers=1, heads=1, kv_heads=1, ff=64)
-    save_model(
-        target, build_model(replace(shape, vocabulary=300), tokenizer.eos_token_id), tokenizer
-    )
+    tokenizer = write_target(target, iter(texts))
     given = ["--target", str(target), "--data", str(data)]
     places = ["--out", str(out), "--work", str(tmp_path / "work")]
     assert main(["train", "bigram", *given, *places, "--smoothing", "0.5"]) == 0
@@ -119,7 +112,7 @@ def test_it_is_trained_by_its_own_recipe(
     assert Checkpoint(out, torch.float32)[TABLE].exp().min() == pytest.approx(0.5)
     drafter = method_class("bigram").load(out, {"widths": "1,1,1,1"}, Resources())
     ids = tokenizer.encode("    return a")
-    sequence = drafter.start(GenerationInfo(ids, len(ids), 300, GREEDY))
+    sequence = drafter.start(GenerationInfo(ids, len(ids), 320, GREEDY))
     assert tokenizer.decode(sequence.draft(Budget(4, 4)).tokens).startswith(" + b\n")
     capsys.readouterr()
     assert main(["train", "bigram", *given, *places]) == 1

@@ -1,13 +1,12 @@
 """A corpus, a preset and a run small enough for a test."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from gguf_files import as_file
-from tiny_models import train_tokenizer
+from tiny_models import write_target
 
 from paceline.drafter.methods.checkpoint import TargetRef, save_drafter
 from paceline.drafter.methods.dspark import DSparkConfig
@@ -15,10 +14,8 @@ from paceline.drafter.methods.eagle3 import Eagle3Config
 from paceline.drafter.methods.longspec import LongSpecConfig
 from paceline.drafter.methods.mtp import MtpConfig, save_mtp
 from paceline.train import drafters as training
-from paceline.train.corpus import Corpus, load_corpus, load_tokenizer, save_tokenizer
-from paceline.train.model import build_model, save_model
+from paceline.train.corpus import Corpus, load_corpus
 from paceline.train.modules import DSparkModel, Eagle3Model, LongSpecModel, MtpModel
-from paceline.train.presets import LM_PRESETS, Preset, Stage
 from paceline.train.run import Run
 
 
@@ -27,26 +24,6 @@ def short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     """Model cards and logs are measured on few, short texts."""
     monkeypatch.setattr(training, "TEXTS", 2)
     monkeypatch.setattr(training, "TOKENS", 16)
-
-
-@pytest.fixture
-def preset() -> Preset:
-    return replace(
-        LM_PRESETS["lm"],
-        width=64,
-        layers=2,
-        heads=2,
-        kv_heads=1,
-        head_width=32,
-        ff=96,
-        context=128,
-        files=6,
-        heldout_files=2,
-        focus_files=None,
-        own_texts=0,
-        stages=(Stage("short", 0.9, rows=4, length=32), Stage("long", 0.1, rows=1, length=128)),
-        vocabulary=320,
-    )
 
 
 @pytest.fixture
@@ -64,8 +41,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def corpus(folder: Path, preset: Preset) -> Corpus:
-    return load_corpus(str(folder), preset.files, preset.heldout_files)
+def corpus(folder: Path) -> Corpus:
+    return load_corpus(str(folder), 6, 2)
 
 
 @pytest.fixture
@@ -80,24 +57,19 @@ def make_run(tmp_path: Path) -> Callable[..., Run]:
 
 
 @pytest.fixture
-def target(corpus: Corpus, preset: Preset, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+def target(corpus: Corpus, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     """A target of random weights that can tell its few tokens apart: a folder, or with the
     parameter "file" a GGUF file."""
-    texts = (document.text for document in corpus.train)
-    tokenizer = train_tokenizer(texts, preset.vocabulary)
-    model = build_model(replace(preset, context=512), tokenizer.eos_token_id)
-    save_model(tmp_path / "target", model, tokenizer)
+    write_target(tmp_path / "target", (document.text for document in corpus.train))
     if getattr(request, "param", "folder") == "file":
         return as_file(tmp_path / "target")
     return tmp_path / "target"
 
 
 @pytest.fixture
-def drafters(target: Path, preset: Preset, tmp_path: Path) -> dict[str, Path]:
+def drafters(target: Path, tmp_path: Path) -> dict[str, Path]:
     torch.manual_seed(1)
-    folders = {
-        method: tmp_path / method for method in ("longspec", "dspark", "eagle3", "mtp", "lm")
-    }
+    folders = {method: tmp_path / method for method in ("longspec", "dspark", "eagle3", "mtp")}
     ref = TargetRef.of(target)
     layer = LongSpecConfig.for_target(target, window=32)
     save_drafter(folders["longspec"], layer, LongSpecModel(layer).state_dict(), ref, levels=3)
@@ -110,8 +82,4 @@ def drafters(target: Path, preset: Preset, tmp_path: Path) -> dict[str, Path]:
     head = MtpConfig.for_target(target, window=16)
     norm = torch.ones(head.hidden)
     save_mtp(folders["mtp"], head, MtpModel(head).state_dict(), ref, norm, levels=3)
-    tokenizer = load_tokenizer(target)
-    small = replace(preset, context=512, width=32, ff=48)
-    save_model(folders["lm"], build_model(small, tokenizer.eos_token_id, seed=1), tokenizer)
-    save_tokenizer(target, folders["lm"])
     return folders

@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.convert import open_model
 from paceline.convert.weights import Checkpoint
 from paceline.drafter import Resources
 from paceline.drafter.methods import method_class
@@ -25,10 +24,9 @@ from paceline.train import drafters as training
 from paceline.train.corpus import Corpus
 from paceline.train.dspark import DSparkTrainer
 from paceline.train.eagle3 import Eagle3Trainer
-from paceline.train.lm import train_lm
 from paceline.train.longspec import LongSpecTrainer
 from paceline.train.mtp import MtpTrainer
-from paceline.train.presets import Preset, Stage
+from paceline.train.presets import Stage
 from paceline.train.recipes.base import Recipe
 from paceline.train.recipes.dspark import DSparkPreset
 from paceline.train.recipes.eagle3 import Eagle3Preset
@@ -52,7 +50,7 @@ DSPARK = DSparkPreset(
     taps=(0, -1), layers=1, block=3, markov_rank=8, minutes=60, steps=40, rows=2, length=48,
     anchors=12, muon_rate=0.02, adamw_rate=1e-2, window=16, own_texts=4, own_from=0.5, files=4,
 )  # fmt: skip
-METHODS = ("dspark", "eagle3", "longspec", "mtp", "lm")
+METHODS = ("dspark", "eagle3", "longspec", "mtp")
 EAGLE3 = Eagle3Preset(
     taps=(0, -1), levels=3, minutes=60, steps=40, rows=4, length=48, muon_rate=0.02,
     adamw_rate=1e-2, window=16, own_texts=4, own_from=0.5, files=4,
@@ -64,14 +62,12 @@ MTP = MtpPreset(
 
 
 @pytest.fixture
-def trainers(target: Path, corpus: Corpus, preset: Preset) -> dict[str, Train]:
-    lm = replace(preset, layers=1, focus_files=4, own_texts=2)
+def trainers(target: Path, corpus: Corpus) -> dict[str, Train]:
     return {
         "longspec": lambda run, out: LongSpecTrainer(target, LONGSPEC).train(corpus, run, out),
         "dspark": lambda run, out: DSparkTrainer(target, DSPARK).train(corpus, run, out),
         "eagle3": lambda run, out: Eagle3Trainer(target, EAGLE3).train(corpus, run, out),
         "mtp": lambda run, out: MtpTrainer(target, MTP).train(corpus, run, out),
-        "lm": lambda run, out: train_lm(target, corpus, lm, run, out),
     }
 
 
@@ -94,8 +90,7 @@ def test_the_loss_falls_and_the_folder_is_a_drafter(
     temperatures = section.get("shape", {}).get("confidence_temperatures", [])
     assert len(temperatures) == (DSPARK.block if method == "dspark" else 0)
     assert all(each > 0 for each in temperatures)
-    options = {} if method == "lm" else {"target": str(target)}
-    method_class(method).load(out, options, Resources()).close()
+    method_class(method).load(out, {"target": str(target)}, Resources()).close()
     card = (out / "README.md").read_text()
     assert f"`{method}`" in card
     expected = {
@@ -103,13 +98,8 @@ def test_the_loss_falls_and_the_folder_is_a_drafter(
         "dspark": "| texts | rounds | accepted length | position 1 |",
         "eagle3": "at 3 depths, each weighted",
         "mtp": "at 3 depths, each weighted",
-        "lm": "| held out, prompts of 300, temperature 1 |",
     }
     assert expected[method] in card
-    if method == "lm":
-        ours, theirs = open_model(out), open_model(target)
-        assert ours.tokenizer_digest == theirs.tokenizer_digest
-        assert ours.config().eos_token_ids == theirs.config().eos_token_ids
 
 
 @pytest.mark.parametrize("kind", METHODS)
@@ -124,11 +114,9 @@ def test_a_run_whose_time_is_over_prepares_and_steps_as_little_as_it_can(
     said = capsys.readouterr().out
     assert re.search(r"own texts: \d of \d, where its share of --minutes is over", said)
     assert "reading held-out texts: 0 of " in said
-    if kind == "lm":
-        assert re.search(r"running the target, tokens: [\d,]+ of .* is over", said)
 
 
-@pytest.mark.parametrize("kind", ["longspec", "dspark", "lm"])
+@pytest.mark.parametrize("kind", ["longspec", "dspark"])
 def test_an_interrupted_run_goes_on_bit_for_bit(
     kind: str, trainers: dict[str, Train], make_run: MakeRun, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

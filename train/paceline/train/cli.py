@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.convert import load_decoder
 from paceline.service.cpus import usable_cpus
-from paceline.train.presets import Preset
 from paceline.train.recipes import recipes
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from paceline.train.run import Run
 
 _DEMO = Path("models/demo")
-_HELDOUT_FILES = 12  # as in every preset: drafters are measured on files that no target trained on
+_HELDOUT_FILES = 12  # drafters are measured on files that no target trained on
 _ALL_FILES = 1_000_000
 
 
@@ -86,9 +85,7 @@ def _drafter(args: argparse.Namespace) -> None:
     preset = recipe.vary(recipe.presets[args.preset], args)
     writes = getattr(preset, "conversations", 0) and not args.own_text
     _check_target(args.target, conversations=bool(writes))
-    # A preset of a language model says which files it reads; other drafters choose from all.
-    corpus = _corpus(args, preset if isinstance(preset, Preset) else None)
-    recipe.train(args, preset, corpus, _run(args, preset))
+    recipe.train(args, preset, _corpus(args), _run(args, preset))
 
 
 def _own_text(args: argparse.Namespace) -> None:
@@ -120,13 +117,10 @@ def _check_target(target: Path, conversations: bool = False) -> None:
         Template(tokenizer)
 
 
-def _corpus(args: argparse.Namespace, preset: Preset | None = None) -> Corpus:
-    """The files of a preset; by default all."""
+def _corpus(args: argparse.Namespace) -> Corpus:
     from paceline.train.corpus import load_corpus
 
-    if preset is None:
-        return load_corpus(args.data, _ALL_FILES, _HELDOUT_FILES, wide=True)
-    return load_corpus(args.data, preset.files, preset.heldout_files)
+    return load_corpus(args.data, _ALL_FILES, _HELDOUT_FILES, wide=True)
 
 
 def _run(args: argparse.Namespace, preset: Any) -> Run:

@@ -140,14 +140,6 @@ def load_tokenizer(target: Path) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def save_tokenizer(target: Path, folder: Path) -> None:
-    """Write the tokenizer of a model folder or GGUF file to a folder, its tokenizer.json byte for
-    byte, by which drafters and targets recognise each other. Raises what `load_tokenizer` raises.
-    """
-    load_tokenizer(target).save_pretrained(folder)
-    (folder / "tokenizer.json").write_bytes(open_model(target).tokenizer)
-
-
 def encode_all(
     tokenizer: PreTrainedTokenizerFast, documents: Sequence[Document]
 ) -> list[list[int]]:

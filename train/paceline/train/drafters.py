@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -57,38 +56,12 @@ _BEST = "best.pt"
 
 
 @dataclass
-class DrafterModel(ABC):
-    """The weights of a drafter, and how its folder is written."""
+class DrafterModel:
+    """The weights of a drafter that reads a target; `levels` is the depth that it drafts to."""
 
     method: ClassVar[str]  # drafting method of the folder
     target: Path  # model folder of its target
-    model: nn.Module  # its weights, fp32
-
-    @abstractmethod
-    def save(self, folder: Path, notes: Mapping[str, Any] | None = None) -> None:
-        """Write a drafter folder, with weights in 8-bit blocks.
-
-        `notes` go into its config.json as `training`.
-        """
-
-    @property
-    def hidden_state_layers(self) -> Sequence[int]:
-        return ()
-
-    def calibrate(self, heldout: Heldout) -> None:  # noqa: B027 - for those with confidences
-        """Fit confidences to how often drafted tokens are accepted, at the end of a run."""
-
-    def load_drafter(self, folder: Path, options: Mapping[str, str]) -> Drafter:
-        """Load a folder written by `save` as a drafter, with options of its method."""
-        given = {"target": str(self.target), **options}
-        return method_class(self.method).load(folder, given, Resources())
-
-
-@dataclass
-class LayerDrafterModel(DrafterModel):
-    """Layers that read a target; `levels` is the depth that they draft to, in tokens."""
-
-    model: DraftModel
+    model: DraftModel  # its weights, fp32
     levels: int
 
     @property
@@ -100,10 +73,23 @@ class LayerDrafterModel(DrafterModel):
         """The target as a drafter's folder names it."""
         return TargetRef.of(self.target)
 
+    @property
+    def hidden_state_layers(self) -> Sequence[int]:
+        return ()
+
+    def calibrate(self, heldout: Heldout) -> None:
+        """Fit confidences to how often drafted tokens are accepted, at the end of a run."""
+
     def save(self, folder: Path, notes: Mapping[str, Any] | None = None) -> None:
+        """Write a drafter folder with weights in 8-bit blocks. `notes` go into its config.json."""
         weights, levels = self.model.state_dict(), self.levels
         save_drafter(folder, self.config, weights, self.reference, levels=levels, notes=notes)
         store_blocks(folder)
+
+    def load_drafter(self, folder: Path, options: Mapping[str, str]) -> Drafter:
+        """Load a folder written by `save` as a drafter, with options of its method."""
+        given = {"target": str(self.target), **options}
+        return method_class(self.method).load(folder, given, Resources())
 
 
 def trained_levels(folder: Path) -> int:

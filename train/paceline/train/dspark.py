@@ -17,7 +17,7 @@ from paceline.drafter.methods.dspark import DSparkConfig
 from paceline.train.batches import PADDING, Answers, Batches, RowStream
 from paceline.train.calibration import fit_temperatures
 from paceline.train.conversations import OwnTexts
-from paceline.train.drafters import Heldout, LayerDrafterModel, Objective, parameters
+from paceline.train.drafters import DrafterModel, Heldout, Objective, parameters
 from paceline.train.loop import Loss
 from paceline.train.modules import DSparkModel
 from paceline.train.presets import Plan
@@ -334,7 +334,7 @@ class SignalBlockLoss:
 
 
 @dataclass
-class DSparkDrafterModel(LayerDrafterModel):
+class DSparkDrafterModel(DrafterModel):
     method = "dspark"
     model: DSparkModel
 

@@ -15,7 +15,7 @@ from paceline.drafter.methods.checkpoint import load_weights, read_shape
 from paceline.drafter.methods.eagle3 import Eagle3Config
 from paceline.train.batches import Batches, RowStream
 from paceline.train.conversations import OwnTexts
-from paceline.train.drafters import LayerDrafterModel, Objective, parameters, trained_levels
+from paceline.train.drafters import DrafterModel, Objective, parameters, trained_levels
 from paceline.train.loop import Loss
 from paceline.train.modules import Eagle3Model
 from paceline.train.presets import Plan
@@ -33,7 +33,7 @@ _EMBEDDING_SCALE = 0.02
 
 
 @dataclass
-class Eagle3DrafterModel(LayerDrafterModel):
+class Eagle3DrafterModel(DrafterModel):
     method = "eagle3"
     model: Eagle3Model
 

@@ -22,8 +22,8 @@ from paceline.train.batches import PADDING, Batches, Prefixes, RowStream
 from paceline.train.conversations import OwnTexts
 from paceline.train.corpus import Corpus, encode_all, load_tokenizer
 from paceline.train.drafters import (
+    DrafterModel,
     Heldout,
-    LayerDrafterModel,
     Objective,
     Rounds,
     parameters,
@@ -362,7 +362,7 @@ class FrozenTarget:
 
 
 @dataclass
-class LongSpecDrafterModel(LayerDrafterModel):
+class LongSpecDrafterModel(DrafterModel):
     method = "longspec"
     model: LongSpecModel
 

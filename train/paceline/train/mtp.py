@@ -17,7 +17,7 @@ from paceline.drafter.methods.mtp.config import load_mtp
 from paceline.train.batches import Batches, RowStream
 from paceline.train.blocks import store_blocks
 from paceline.train.conversations import OwnTexts
-from paceline.train.drafters import LayerDrafterModel, Objective, parameters, trained_levels
+from paceline.train.drafters import DrafterModel, Objective, parameters, trained_levels
 from paceline.train.loop import Loss
 from paceline.train.modules import MtpModel
 from paceline.train.presets import Plan
@@ -43,7 +43,7 @@ def _final_norm(source: ModelSource) -> Tensor:
 
 
 @dataclass
-class MtpDrafterModel(LayerDrafterModel):
+class MtpDrafterModel(DrafterModel):
     """A head for multi-token prediction."""
 
     method = "mtp"

@@ -28,7 +28,6 @@ from paceline.train.corpus import Corpus, load_tokenizer
 from paceline.train.drafters import (
     DrafterModel,
     Heldout,
-    LayerDrafterModel,
     Objective,
     Rounds,
     Texts,
@@ -50,38 +49,31 @@ _MEASURED_FILES = 12
 # for all values of them.
 _FREE = ("block", "levels", "confidence_temperatures")
 _LOGGED_TEXTS, _MEASURED_TEXTS = 2, 12  # conversations of each kind and temperature
-S = TypeVar("S")
-M = TypeVar("M", bound=DrafterModel)
 P = TypeVar("P", bound=LayerPreset)
-D = TypeVar("D", bound=LayerDrafterModel)
+D = TypeVar("D", bound=DrafterModel)
 
 
 @dataclass
-class Trainer(ABC, Generic[S, M]):
-    """Trains drafters of one method for a target."""
+class LayerTrainer(ABC, Generic[P, D]):
+    """Trains drafters of one method that read a target."""
 
     method: ClassVar[str]
+    # Lengths of the prompts that a card on texts is measured with, in tokens.
+    prompts: ClassVar[tuple[int, ...]] = (_PROMPT,)
+    trees: ClassVar[Mapping[str, str]]  # options of the drafter that is measured on conversations
 
     target: Path  # folder or file of the target
-    preset: S  # shape and settings
+    preset: P  # shape and settings
 
     @abstractmethod
-    def read(self, folder: Path, device: str) -> M:
+    def read(self, folder: Path, device: str) -> D:
         """Load the drafter in `folder`, made for this target, onto `device`."""
 
     @abstractmethod
     def text_loss(
-        self, drafter: M, batches: Batches, plan: Plan, separator: int, device: str
+        self, drafter: D, batches: Batches, plan: Plan, separator: int, device: str
     ) -> tuple[nn.Module, Loss]:
         """What a run on texts trains, and its loss; `separator` is the token between texts."""
-
-
-class LayerTrainer(Trainer[P, D], Generic[P, D]):
-    """Trains drafters that read a target."""
-
-    # Lengths of the prompts that a card on texts is measured with, in tokens.
-    prompts: ClassVar[tuple[int, ...]] = (_PROMPT,)
-    trees: ClassVar[Mapping[str, str]]  # options of the drafter that is measured on conversations
 
     @abstractmethod
     def new_drafter(self, end: int) -> D:

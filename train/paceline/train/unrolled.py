@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from paceline.convert import ModelSource, load_decoder, open_model
 from paceline.train.batches import Answers, Batches, RowStream
 from paceline.train.conversations import OwnTexts
-from paceline.train.drafters import LayerDrafterModel, Objective
+from paceline.train.drafters import DrafterModel, Objective
 from paceline.train.longspec import divergence
 from paceline.train.loop import Loss
 from paceline.train.modules.feedback import FeedbackModel
@@ -178,7 +178,7 @@ class SignalUnrolledLoss:
 
 
 def unrolled_on_texts(
-    drafter: LayerDrafterModel, target: Path, taps: Sequence[int], batches: Batches,
+    drafter: DrafterModel, target: Path, taps: Sequence[int], batches: Batches,
     preset: UnrolledPreset,
 ) -> tuple[nn.Module, Loss]:  # fmt: skip
     """What a run on texts trains, and its loss."""

@@ -47,7 +47,7 @@ class Recipe(ABC, Generic[S]):
     help: ClassVar[str]  # what `paceline train --help` says of it
     presets: Mapping[str, S]  # shapes and settings by name
     preset: ClassVar[str] = "cpu"  # name of the preset by default
-    # The class that trains, as `module:Class`: a `paceline.train.trainer.Trainer`.
+    # The class that trains, as `module:Class`: a `paceline.train.trainer.LayerTrainer`.
     trainer: ClassVar[str]
 
     def add_arguments(self, parser: ArgumentParser) -> None:

@@ -278,7 +278,6 @@ class LmOptions(TreeOptions):
 class LmDrafter(Drafter):
     method: ClassVar[str] = "lm"
     label: ClassVar[str] = "small language model"
-    recipe: ClassVar[str] = "paceline.train.recipes.lm:LmRecipe"
     cpu_weights: ClassVar[str] = "int4"
     growth: TreeGrowth
 
