@@ -75,7 +75,7 @@ class DrafterModel:
 
     @property
     def hidden_state_layers(self) -> Sequence[int]:
-        return ()
+        return getattr(self.config, "taps", ())
 
     def calibrate(self, heldout: Heldout) -> None:
         """Fit confidences to how often drafted tokens are accepted, at the end of a run."""

@@ -342,10 +342,6 @@ class DSparkDrafterModel(DrafterModel):
     def config(self) -> DSparkConfig:
         return self.model.config
 
-    @property
-    def hidden_state_layers(self) -> Sequence[int]:
-        return self.config.taps
-
     def calibrate(self, heldout: Heldout) -> None:
         if self.config.confidence:
             self.model.config = replace(self.config, confidence_temperatures=())
@@ -414,14 +410,9 @@ class DSparkTrainer(LayerTrainer[DSparkPreset, DSparkDrafterModel]):
         return {"taps": drafter.config.taps}
 
     def signal_loss(
-        self,
-        drafter: DSparkDrafterModel,
-        embedding: Tensor,
-        head: Tensor,
-        signals: Signals,
-        texts: OwnTexts,
-        plan: Plan,
-    ) -> tuple[nn.Module, Loss, RowStream]:
+        self, drafter: DSparkDrafterModel, embedding: Tensor, head: Tensor, signals: Signals,
+        texts: OwnTexts, plan: Plan,
+    ) -> tuple[nn.Module, Loss, RowStream]:  # fmt: skip
         prompts = (len(each.prompt) for each in texts.trained)
         answers = [start + prompt for start, prompt in zip(signals.starts, prompts, strict=False)]
         loss = SignalBlockLoss(drafter.model, embedding, head, signals, answers, self.preset)

@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.convert import ModelSource
 from paceline.drafter.methods.checkpoint import load_weights, read_shape
 from paceline.drafter.methods.eagle3 import Eagle3Config
-from paceline.train.batches import Batches, RowStream
-from paceline.train.conversations import OwnTexts
-from paceline.train.drafters import DrafterModel, Objective, parameters, trained_levels
-from paceline.train.loop import Loss
+from paceline.train.drafters import DrafterModel, parameters, trained_levels
 from paceline.train.modules import Eagle3Model
-from paceline.train.presets import Plan
 from paceline.train.recipes.eagle3 import Eagle3Preset
-from paceline.train.signals import Signals
-from paceline.train.trainer import LayerTrainer
-from paceline.train.unrolled import (
-    layer_weights,
-    unrolled_on_answers,
-    unrolled_on_texts,
-    unrolled_section,
-)
+from paceline.train.unrolled import UnrolledTrainer, layer_weights
 
 _EMBEDDING_SCALE = 0.02
 
@@ -41,16 +28,11 @@ class Eagle3DrafterModel(DrafterModel):
     def config(self) -> Eagle3Config:
         return self.model.config
 
-    @property
-    def hidden_state_layers(self) -> Sequence[int]:
-        return self.config.taps
 
-
-class Eagle3Trainer(LayerTrainer[Eagle3Preset, Eagle3DrafterModel]):
+class Eagle3Trainer(UnrolledTrainer[Eagle3Preset, Eagle3DrafterModel]):
     """Trains an EAGLE-3 layer. Its LM head is the target's, frozen."""
 
     method = "eagle3"
-    trees: ClassVar[Mapping[str, str]] = {"widths": "4,4,4", "max_nodes": "8", "weights": "int8"}
 
     def new_drafter(self, end: int) -> Eagle3DrafterModel:
         preset = self.preset
@@ -65,11 +47,6 @@ class Eagle3Trainer(LayerTrainer[Eagle3Preset, Eagle3DrafterModel]):
         model = Eagle3Model(config)
         model.load_state_dict(load_weights(folder, config, torch.float32))
         return Eagle3DrafterModel(self.target, model.to(device), trained_levels(folder))
-
-    def text_loss(
-        self, drafter: Eagle3DrafterModel, batches: Batches, plan: Plan, separator: int, device: str
-    ) -> tuple[nn.Module, Loss]:
-        return unrolled_on_texts(drafter, self.target, drafter.config.taps, batches, self.preset)
 
     def initial_weights(
         self, source: ModelSource, drafter: Eagle3DrafterModel, drafted: Tensor
@@ -100,20 +77,6 @@ class Eagle3Trainer(LayerTrainer[Eagle3Preset, Eagle3DrafterModel]):
         weights["fc.weight"] = torch.cat(list(mixed), dim=1)
         return {**weights, "d2t": drafted} if config.draft_vocab_size else weights
 
-    def needed_signals(self, drafter: Eagle3DrafterModel) -> dict[str, Any]:
-        return {"taps": drafter.config.taps}
-
-    def signal_loss(
-        self,
-        drafter: Eagle3DrafterModel,
-        embedding: Tensor,
-        head: Tensor,
-        signals: Signals,
-        texts: OwnTexts,
-        plan: Plan,
-    ) -> tuple[nn.Module, Loss, RowStream]:
-        return unrolled_on_answers(drafter.model, embedding, head, signals, texts, self.preset)
-
     def shape_section(self, drafter: Eagle3DrafterModel) -> str:
         config = drafter.config
         context = f"the last {config.window} positions" if config.window else "all positions"
@@ -126,6 +89,3 @@ class Eagle3Trainer(LayerTrainer[Eagle3Preset, Eagle3DrafterModel]):
   output {"after" if config.norm_output else "before"} the final norm
 - drafts the {config.drafted:,} most frequent of {config.vocab_size:,} tokens; embedding and LM head
   are the target's and not in this folder"""
-
-    def training_section(self, objective: Objective) -> str:
-        return unrolled_section(self.preset, self.trees, objective)

@@ -439,14 +439,9 @@ class LongSpecTrainer(LayerTrainer[LongSpecPreset, LongSpecDrafterModel]):
         return {"kv_layer": drafter.config.target_layer}
 
     def signal_loss(
-        self,
-        drafter: LongSpecDrafterModel,
-        embedding: Tensor,
-        head: Tensor,
-        signals: Signals,
-        texts: OwnTexts,
-        plan: Plan,
-    ) -> tuple[nn.Module, Loss, RowStream]:
+        self, drafter: LongSpecDrafterModel, embedding: Tensor, head: Tensor, signals: Signals,
+        texts: OwnTexts, plan: Plan,
+    ) -> tuple[nn.Module, Loss, RowStream]:  # fmt: skip
         loss = SignalLoss(drafter.model, embedding, head, signals, self.preset, plan)
         return (
             drafter.model,

@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.convert import ModelSource, open_model
 from paceline.convert.pack import read_norm
 from paceline.drafter.methods.mtp import MtpConfig, save_mtp
 from paceline.drafter.methods.mtp.config import load_mtp
-from paceline.train.batches import Batches, RowStream
 from paceline.train.blocks import store_blocks
-from paceline.train.conversations import OwnTexts
-from paceline.train.drafters import DrafterModel, Objective, parameters, trained_levels
-from paceline.train.loop import Loss
+from paceline.train.drafters import DrafterModel, parameters, trained_levels
 from paceline.train.modules import MtpModel
-from paceline.train.presets import Plan
 from paceline.train.recipes.mtp import MtpPreset
-from paceline.train.signals import Signals
-from paceline.train.trainer import LayerTrainer
-from paceline.train.unrolled import (
-    layer_weights,
-    unrolled_on_answers,
-    unrolled_on_texts,
-    unrolled_section,
-)
+from paceline.train.unrolled import UnrolledTrainer, layer_weights
 
 _EMBEDDING_SCALE = 0.5
 # One over the root mean square of a residual stream before the last layer; of SmolLM2 it is 29.
@@ -53,10 +42,6 @@ class MtpDrafterModel(DrafterModel):
     def config(self) -> MtpConfig:
         return self.model.config
 
-    @property
-    def hidden_state_layers(self) -> Sequence[int]:
-        return self.config.taps
-
     def save(self, folder: Path, notes: Mapping[str, Any] | None = None) -> None:
         save_mtp(
             folder, self.config, self.model.state_dict(), self.reference,
@@ -65,11 +50,10 @@ class MtpDrafterModel(DrafterModel):
         store_blocks(folder)
 
 
-class MtpTrainer(LayerTrainer[MtpPreset, MtpDrafterModel]):
+class MtpTrainer(UnrolledTrainer[MtpPreset, MtpDrafterModel]):
     """Trains a head. Its LM head is the target's, frozen."""
 
     method = "mtp"
-    trees: ClassVar[Mapping[str, str]] = {"widths": "4,4,4", "max_nodes": "8", "weights": "int8"}
 
     def new_drafter(self, end: int) -> MtpDrafterModel:
         preset = self.preset
@@ -83,11 +67,6 @@ class MtpTrainer(LayerTrainer[MtpPreset, MtpDrafterModel]):
         model = MtpModel(config)
         model.load_state_dict(weights)
         return MtpDrafterModel(self.target, model.to(device), trained_levels(folder))
-
-    def text_loss(
-        self, drafter: MtpDrafterModel, batches: Batches, plan: Plan, separator: int, device: str
-    ) -> tuple[nn.Module, Loss]:
-        return unrolled_on_texts(drafter, self.target, (), batches, self.preset)
 
     def initial_weights(
         self, source: ModelSource, drafter: MtpDrafterModel, drafted: Tensor
@@ -114,20 +93,6 @@ class MtpTrainer(LayerTrainer[MtpPreset, MtpDrafterModel]):
         weights[f"{own}eh_proj.weight"] = torch.cat([passed * _EMBEDDING_SCALE, passed], dim=1)
         return {**weights, "d2t": drafted} if config.draft_vocab_size else weights
 
-    def needed_signals(self, drafter: MtpDrafterModel) -> dict[str, Any]:
-        return {}
-
-    def signal_loss(
-        self,
-        drafter: MtpDrafterModel,
-        embedding: Tensor,
-        head: Tensor,
-        signals: Signals,
-        texts: OwnTexts,
-        plan: Plan,
-    ) -> tuple[nn.Module, Loss, RowStream]:
-        return unrolled_on_answers(drafter.model, embedding, head, signals, texts, self.preset)
-
     def shape_section(self, drafter: MtpDrafterModel) -> str:
         config = drafter.config
         context = f"the last {config.window} positions" if config.window else "all positions"
@@ -139,6 +104,3 @@ class MtpTrainer(LayerTrainer[MtpPreset, MtpDrafterModel]):
   DeepSeek-V3, whose names its tensors have
 - drafts the {config.drafted:,} most frequent of {config.vocab_size:,} tokens; embedding and LM head
   are the target's and not in this folder"""
-
-    def training_section(self, objective: Objective) -> str:
-        return unrolled_section(self.preset, self.trees, objective)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +20,13 @@ from paceline.train.drafters import DrafterModel, Objective
 from paceline.train.longspec import divergence
 from paceline.train.loop import Loss
 from paceline.train.modules.feedback import FeedbackModel
-from paceline.train.presets import UnrolledPreset
+from paceline.train.presets import Plan, UnrolledPreset
 from paceline.train.signals import Signals, TappedTarget
+from paceline.train.trainer import LayerTrainer
 
 _FIRST_NORM = 0.25  # of the target's
+P = TypeVar("P", bound=UnrolledPreset)
+D = TypeVar("D", bound=DrafterModel)
 
 
 @dataclass(frozen=True)
@@ -177,28 +180,49 @@ class SignalUnrolledLoss:
         return divergence(found.flatten(1, 2), hidden, self._head, weights)
 
 
-def unrolled_on_texts(
-    drafter: DrafterModel, target: Path, taps: Sequence[int], batches: Batches,
-    preset: UnrolledPreset,
-) -> tuple[nn.Module, Loss]:  # fmt: skip
-    """What a run on texts trains, and its loss."""
-    source, model = open_model(target), drafter.model
-    assert isinstance(model, FeedbackModel)
-    device = next(model.parameters()).device
-    reader = TappedTarget(load_decoder(source, device=device), source, taps)
-    loss = UnrolledLoss(model, reader, batches, replace(preset, levels=drafter.levels))
-    return Unrolled(model), loss
+class UnrolledTrainer(LayerTrainer[P, D]):
+    """Trains layers over their own outputs. Their LM head is the target's, frozen."""
 
+    trees: ClassVar[Mapping[str, str]] = {"widths": "4,4,4", "max_nodes": "8", "weights": "int8"}
 
-def unrolled_on_answers(
-    model: FeedbackModel, embedding: Tensor, head: Tensor, signals: Signals, texts: OwnTexts,
-    preset: UnrolledPreset,
-) -> tuple[nn.Module, Loss, RowStream]:  # fmt: skip
-    """What a run on conversations trains, its loss, and its batches."""
-    prompts = (len(each.prompt) for each in texts.trained)
-    answers = [start + prompt for start, prompt in zip(signals.starts, prompts, strict=False)]
-    loss = SignalUnrolledLoss(model, embedding, head, signals, answers, preset)
-    return Unrolled(model), loss, Answers(signals.starts, answers, 0)
+    def text_loss(
+        self, drafter: D, batches: Batches, plan: Plan, separator: int, device: str
+    ) -> tuple[nn.Module, Loss]:
+        source, model = open_model(self.target), drafter.model
+        assert isinstance(model, FeedbackModel)
+        decoder, taps = load_decoder(source, device=device), self.needed_signals(drafter)
+        reader = TappedTarget(decoder, source, taps.get("taps", ()))
+        preset = replace(self.preset, levels=drafter.levels)
+        return Unrolled(model), UnrolledLoss(model, reader, batches, preset)
+
+    def needed_signals(self, drafter: D) -> dict[str, Any]:
+        model = drafter.model
+        assert isinstance(model, FeedbackModel)
+        return {} if model.reads_final else {"taps": model.config.taps}
+
+    def signal_loss(
+        self, drafter: D, embedding: Tensor, head: Tensor, signals: Signals, texts: OwnTexts,
+        plan: Plan,
+    ) -> tuple[nn.Module, Loss, RowStream]:  # fmt: skip
+        model = drafter.model
+        assert isinstance(model, FeedbackModel)
+        prompts = (len(each.prompt) for each in texts.trained)
+        answers = [start + prompt for start, prompt in zip(signals.starts, prompts, strict=False)]
+        loss = SignalUnrolledLoss(model, embedding, head, signals, answers, self.preset)
+        return Unrolled(model), loss, Answers(signals.starts, answers, 0)
+
+    def training_section(self, objective: Objective) -> str:
+        preset = self.preset
+        text = f"from {preset.own_from:.0%} of the time on, only texts that the target wrote"
+        if preset.conversations:
+            text = (
+                "the layer begins as a copy of the target's last one, and the drafter is measured "
+                f"with trees of {self.trees['max_nodes']} nodes and 8-bit weights"
+            )
+        return f"""\
+A step: {preset.rows} rows of {preset.length} tokens; {text}.
+KL divergence from the target's distribution at {preset.levels} depths, each weighted
+{preset.depth_decay:g} of the one before (training-time test); {objective.rates}."""
 
 
 def layer_weights(source: ModelSource, own: str, layers: int, final: str) -> dict[str, Tensor]:
@@ -214,17 +238,3 @@ def layer_weights(source: ModelSource, own: str, layers: int, final: str) -> dic
     same += [f"mlp.{part}_proj" for part in ("gate", "up", "down")]
     weights = {f"{own}{name}.weight": read(base + name) for name in same}
     return {**weights, f"{final}.weight": read("model.norm") * _FIRST_NORM}
-
-
-def unrolled_section(preset: UnrolledPreset, trees: Mapping[str, str], objective: Objective) -> str:
-    """The paragraph of a model card about losses, rates and stages."""
-    text = f"from {preset.own_from:.0%} of the time on, only texts that the target wrote"
-    if preset.conversations:
-        text = (
-            "the layer begins as a copy of the target's last one, and the drafter is measured "
-            f"with trees of {trees['max_nodes']} nodes and 8-bit weights"
-        )
-    return f"""\
-A step: {preset.rows} rows of {preset.length} tokens; {text}.
-KL divergence from the target's distribution at {preset.levels} depths, each weighted
-{preset.depth_decay:g} of the one before (training-time test); {objective.rates}."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.convert.folder_files import one_line, read_object
+from paceline.convert.folder_files import check_fields, one_line, read_object
 from paceline.convert.model_source import remembered_by_transformers
 from paceline.convert.weights import Checkpoint
 from paceline.decoder.config import UnsupportedModelError
@@ -82,6 +82,19 @@ class DrafterTensors(Checkpoint):
 def _own_name(name: str) -> str:
     own = name.removeprefix("model.").replace("midlayer.", "layers.0.", 1)
     return _RENAMED.get(own, own)
+
+
+def read_described(folder: Path) -> dict[str, Any]:
+    """The config.json of a drafter's folder. Raises ``FileNotFoundError`` if there is none, and
+    ``UnsupportedModelError`` if it is no JSON, or a number in it is out of range."""
+    path = folder / "config.json"
+    if not path.exists():
+        raise FileNotFoundError(f"{folder} has no config.json")
+    described = read_object(path)
+    check_fields(path, described)
+    if not isinstance(described.get(SECTION, {}), dict):
+        raise UnsupportedModelError(f"the {SECTION!r} section of {path} is no object")
+    return described
 
 
 def published(described: Json) -> tuple[str, str] | None:

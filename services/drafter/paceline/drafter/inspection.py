@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from paceline.convert import open_model
-from paceline.convert.folder_files import check_fields, read_object
+from paceline.convert.drafters import read_described
 from paceline.decoder import UnsupportedModelError
 from paceline.drafter.methods import method_class, method_names
 from paceline.drafter.methods.base import SECTION, Drafter, LoadError
-from paceline.drafter.methods.checkpoint import CONFIG_FILE, check_target, read_fit
+from paceline.drafter.methods.checkpoint import check_target, read_fit
 
 Json = Mapping[str, Any]
 
@@ -32,7 +32,7 @@ def inspect_drafter(folder: Path, target: Path | None = None) -> Inspection:
     """Inspect a drafter's folder, or the GGUF file of a small model; None fits any ``target``.
     Raises ``OSError`` if there is no config.json, or no target, and ``ValueError`` if config.json
     is not JSON, or a file or the target is not supported."""
-    described = {} if folder.is_file() else _described(folder)
+    described = {} if folder.is_file() else read_described(folder)
     source = open_model(target) if target is not None else None
     facts = {"method": "", "layout": ""}
     problems: list[str] = []
@@ -62,19 +62,7 @@ def method_of_folder(folder: Path) -> type[Drafter]:
     """Return the method of a drafter's folder. Raises ``OSError`` if there is no config.json,
     ``ValueError`` if it is not JSON, ``UnsupportedModelError`` if no installed method has such
     folders, and ``LoadError`` if its method cannot be imported."""
-    return _method_of(_described(folder))[0]
-
-
-def _described(folder: Path) -> Json:
-    """The config.json of a folder, whose section of this project is an object."""
-    path = folder / CONFIG_FILE
-    if not path.exists():
-        raise FileNotFoundError(f"{folder} has no {CONFIG_FILE}")
-    described = read_object(path)
-    if not isinstance(described.get(SECTION, {}), dict):
-        raise ValueError(f"the '{SECTION}' of {path} is no object")
-    check_fields(path, described)
-    return described
+    return _method_of(read_described(folder))[0]
 
 
 def _method_of(described: Json) -> tuple[type[Drafter], str]:

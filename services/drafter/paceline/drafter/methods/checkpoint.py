@@ -13,8 +13,13 @@ import torch
 from torch import Tensor
 
 from paceline.convert import ModelSource, Origin, open_model
-from paceline.convert.drafters import DRAFT_TOKENS, DRAFTED, DrafterTensors, published_shape
-from paceline.convert.folder_files import check_fields, read_object
+from paceline.convert.drafters import (
+    DRAFT_TOKENS,
+    DRAFTED,
+    DrafterTensors,
+    published_shape,
+    read_described,
+)
 from paceline.decoder import DecoderConfig, UnsupportedModelError, use_device
 from paceline.drafter.methods.base import SECTION, Fit, LoadError, Resources
 from paceline.drafter.methods.layers import LayerShape, drafted_tokens, linear
@@ -101,13 +106,16 @@ def read_fit(folder: Path) -> Fit:
         except UnsupportedModelError as error:
             raise LoadError("UNSUPPORTED_MODEL", str(error)) from error
         return Fit(tokenizer_digest=source.tokenizer_digest, vocab_size=vocab_size)
-    config = _read_config(folder)
+    try:
+        config = read_described(folder)
+    except (FileNotFoundError, UnsupportedModelError) as error:
+        raise LoadError("NO_CONFIG", f"{error}; expected a Hugging Face model folder") from error
     if not any(folder.glob("*.safetensors")):
         raise LoadError(
             "NO_SAFETENSORS",
             f"{folder} has no *.safetensors file; convert weights of other formats to it",
         )
-    section = config.get("paceline", {})
+    section = config.get(SECTION, {})
     declared = str(section.get("tokenizer_digest", ""))
     try:
         found = open_model(folder).tokenizer_digest
@@ -193,23 +201,6 @@ def _vocab_size(config: dict[str, Any], folder: Path) -> int:
     return size
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    try:
-        config = read_object(path)
-        check_fields(path, config)
-    except UnsupportedModelError as error:
-        raise LoadError("NO_CONFIG", f"{error}; expected a Hugging Face model folder") from error
-    if not path.exists():
-        raise LoadError(
-            "NO_CONFIG",
-            f"cannot read {path}: there is no such file; expected a Hugging Face model folder",
-        )
-    if not isinstance(config.get("paceline", {}), dict):
-        raise LoadError("NO_CONFIG", f"the 'paceline' section of {path} is no object")
-    return config
-
-
 @dataclass(frozen=True)
 class TargetRef:
     """The target that a drafter was made for."""
@@ -283,8 +274,7 @@ def read_shape(
     target, 0 if it is not known. Raises ``UnsupportedModelError`` if it is of another method or
     format, for a target of another depth, or has fields or a type that are not supported, and
     ``FileNotFoundError`` if there is no config.json."""
-    path = Path(folder) / CONFIG_FILE
-    described: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    path, described = Path(folder) / CONFIG_FILE, read_described(Path(folder))
     section = described.get(SECTION)
     if section is not None and (section.get("method"), section.get("format")) != (
         kind.method, FORMAT,
