@@ -81,9 +81,11 @@ def load(folder: Path, target: Path, **options: Any) -> LongSpecDrafter:
 def change_section(folder: Path, **fields: Any) -> None:
     """Rewrite fields of the section of config.json; those of `shape` that are None go."""
     section = json.loads((folder / "config.json").read_text())["paceline"]
-    shape = section["shape"] | fields.pop("shape", {})
-    section |= {**fields, "shape": {k: v for k, v in shape.items() if v is not None}}
-    change_config(folder, paceline=section)
+    shape = fields.pop("shape", {})
+    if isinstance(shape, dict):
+        whole = {**section["shape"], **shape}
+        shape = {name: value for name, value in whole.items() if value is not None}
+    change_config(folder, paceline={**section, **fields, "shape": shape})
 
 
 def test_needs_fit_and_limits(folder: Path, target: Path) -> None:
@@ -101,7 +103,8 @@ def test_needs_fit_and_limits(folder: Path, target: Path) -> None:
     ("fields", "message"),
     [
         ({"method": "dspark"}, "method 'dspark'"),
-        ({"format": 1}, "format 1"),
+        ({"format": 1}, "format 1.*train it again"),
+        ({"shape": 3}, "has the shape 3"),
         *(
             ({"shape": shape}, message)
             for shape, message in (
@@ -255,16 +258,12 @@ def test_rotary_embedding_equals_the_target_s(tmp_path: Path, kind: Any, rope: s
         assert (found.target_layer, found.target_layers) == (3, 4)
 
 
-TEMPERATURES = (0.5, 1.0, 2.0, 1.25)
-EACH = (True, False)
-
-
 @pytest.mark.parametrize(
     "config",
     [
         replace(LONGSPEC, draft_vocab_size=9),
-        replace(DSPARK, confidence_temperatures=TEMPERATURES, window=32, state_input=True),
-        replace(DSPARK, draft_vocab_size=9, windows=(3, 0), causal=EACH, conv=(2, 8)),
+        replace(DSPARK, confidence_temperatures=(0.5, 1.0, 2.0, 1.25), window=32, state_input=True),
+        replace(DSPARK, draft_vocab_size=9, windows=(3, 0), causal=(True, False), conv=(2, 8)),
         replace(DSPARK, markov_rank=0, confidence=False, confidence_markov=False),
         replace(EAGLE3, draft_vocab_size=9, window=30, qk_norm=True, fc_norm=True),
         replace(EAGLE3, rope_parameters=ROPES["llama3"]),

@@ -99,7 +99,8 @@ def read_described(folder: Path) -> dict[str, Any]:
 
 def published(described: Json) -> tuple[str, str] | None:
     """The method and the project of a published config.json; None if it is of no known drafter."""
-    names = [str(name) for name in described.get("architectures") or ()]
+    named = described.get("architectures")
+    names = [str(name) for name in named] if isinstance(named, list) else []
     kind = described.get("speculators_model_type")
     if kind is not None:
         return _SPECULATORS.get(str(kind))

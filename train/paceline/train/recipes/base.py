@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from paceline.train.presets import LayerPreset
 
@@ -21,20 +21,8 @@ if TYPE_CHECKING:
     from paceline.train.run import Run
 
 
-S = TypeVar("S", bound="AnyPreset")
+S = TypeVar("S")  # a preset, which has the budgets `minutes` and `steps`
 P = TypeVar("P", bound=LayerPreset)
-
-
-class AnyPreset(Protocol):
-    """The budgets that every preset has."""
-
-    @property
-    def minutes(self) -> float:
-        """Of a run."""
-
-    @property
-    def steps(self) -> int:
-        """Number of steps."""
 
 
 class Recipe(ABC, Generic[S]):

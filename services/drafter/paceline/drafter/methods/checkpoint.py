@@ -281,13 +281,13 @@ def read_shape(
     ):  # fmt: skip
         raise UnsupportedModelError(
             f"{path} is of method {section.get('method')!r}, format {section.get('format')!r}; "
-            f"expected {kind.method!r}, format {FORMAT}"
+            f"expected {kind.method!r}, format {FORMAT}: train it again with this version"
         )
     try:
         if section is None:
             fields = published_shape(described, kind.method, target_layers)
-        else:
-            fields = section["shape"]
+        elif not isinstance(fields := section.get("shape"), dict):
+            raise UnsupportedModelError(f"the {SECTION!r} section has the shape {fields!r}")
         config = kind.from_json(fields)
         made_for: int = getattr(config, "target_layers", 0)
         if made_for and target_layers and made_for != target_layers:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from paceline.convert import ModelSource, open_model
-from paceline.convert.drafters import DRAFT_TOKENS, HF_FIELDS
+from paceline.convert.drafters import DRAFT_TOKENS, HF_FIELDS, config_errors
 from paceline.convert.families import layer_shapes
 from paceline.convert.folder_files import read_object
 from paceline.convert.weights import Tensors, Weight
@@ -203,7 +203,6 @@ def read_mtp(source: ModelSource, weights: str = "auto") -> MtpConfig:
     block = source.config(weights)
     names = list(source.tensors(block.dtype, "cpu"))
     described = read_object(source.path / CONFIG_FILE)
-    shape = described.get(SECTION, {}).get("shape", {})
     for layout in LAYOUTS:
         found = {layout.head_of(name, block.layers) for name in names} - {None}
         if found:
@@ -226,20 +225,17 @@ def read_mtp(source: ModelSource, weights: str = "auto") -> MtpConfig:
             "are not supported"
         )
     windows = set(block.windows)
-    drafted = int(described.get("draft_vocab_size") or block.vocab_size)
+    window = (windows.pop() or 0) if len(windows) == 1 else 0
+    with config_errors(MtpConfig.method):
+        drafted = int(described.get("draft_vocab_size") or block.vocab_size)
+        if SECTION in described:  # trained beside its target
+            window = int(described[SECTION]["shape"]["window"])
     config = MtpConfig(
-        hidden=block.hidden,
-        intermediate=block.intermediate,
-        q_heads=block.q_heads,
-        kv_heads=block.kv_heads,
-        head_dim=block.head_dim,
-        vocab_size=block.vocab_size,
-        max_position=block.max_position,
-        norm_eps=block.norm_eps,
+        **{name: getattr(block, name) for name in (*HF_FIELDS, "norm_eps")},
         rope_parameters={},
         taps=(block.layers - 1,),
         target_layers=block.layers,
-        window=shape.get("window", windows.pop() or 0 if len(windows) == 1 else 0),
+        window=window,
         draft_vocab_size=drafted if drafted != block.vocab_size else 0,
         heads=len(found),
         layout=layout,
