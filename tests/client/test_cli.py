@@ -5,7 +5,6 @@ import asyncio
 import io
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
@@ -260,25 +259,6 @@ async def test_the_demo_fails_when_tokens_differ(
 def test_the_demo_reports_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(CommandError, match="is no model"):
         comparison.run_demo(demo_arguments(model=tmp_path))
-
-
-@pytest.mark.slow
-def test_the_demo_with_real_services(tmp_path: Path) -> None:
-    """A random tiny target and no terminal: no control codes, all processes gone, exit code 0."""
-    from tiny_models import write_model, write_tokenizer
-
-    write_model("small", tmp_path / "target")
-    write_tokenizer(tmp_path / "target")
-    command = [sys.executable, "-m", "paceline.cli.main", "demo", tmp_path / "target"]
-    command += ["--load", "ngram=ngram", "--max-new-tokens", "32"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, errors="replace", timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "plain" in done.stdout
-    assert "identical tokens: yes" in done.stdout
-    assert "\x1b[" not in done.stdout
-    assert "used bicycle" in done.stdout
 
 
 def test_the_demo_takes_smollm2_or_says_why_not(

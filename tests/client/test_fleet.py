@@ -166,22 +166,6 @@ async def test_a_prefix_counts_more_than_load_up_to_a_limit(
     assert (holder.made == 2) == stays
 
 
-async def test_a_text_goes_to_its_longest_prefix(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("paceline.client._fleet.MAX_AGE", 0.0)
-    long, short = [1] * 300, [1] * 65 + [2] * 300
-    async with client_of(site, 0, 1) as client:
-        await client.generate(long, max_new_tokens=2)
-        (first,) = [i for i, made in enumerate(site.made) if made]
-        site.verifiers[first].others = 50
-        await client.generate(short, max_new_tokens=2)
-        site.verifiers[first].others = 0
-        for text, index in ((long, first), (short, 1 - first)):
-            again = await client.generate(text, max_new_tokens=2)
-            assert again.stats.verifiers == [site.addresses(index)]
-
-
 async def disturbed(client: Client, site: Site, act: str, length: int = 400) -> tuple[int, int]:
     """Generates, does something to the verifier of the text in its middle, checks the tokens.
 

@@ -51,12 +51,6 @@ async def test_tokens_are_the_same_with_and_without_a_drafter(
     assert sampled[0].token_ids == sampled[1].token_ids != plain
 
 
-def test_the_command_line_generates_in_a_container(deployment: Deployment) -> None:
-    words = ("--raw", "--max-new-tokens", "8", "--json")
-    result = json.loads(deployment.cli("generate", PROMPT, *words).splitlines()[-1])
-    assert result["usage"]["completion_tokens"] == 8
-
-
 async def test_the_gateway_answers_who_has_its_key(
     deployment: Deployment, client: Client, plain: list[int]
 ) -> None:
@@ -212,27 +206,6 @@ def test_a_failed_start_says_why(deployment: Deployment) -> None:
         eventually(said, "the health check says why")
     finally:
         subprocess.run(["docker", "rm", "--force", container], check=True)
-
-
-async def test_a_drafter_is_swapped_while_text_streams(
-    deployment: Deployment, client: Client, plain: list[int]
-) -> None:
-    verifier = deployment.run("ps", "--quiet", "verifier")
-    generation = client.generate(PROMPT, drafter="ngram", **WANTED)
-    chunks = aiter(generation)
-    await anext(chunks)
-    load = ("load", "ngram", "ngram", "--version", "next", "--option", "max_nodes=4")
-    deployment.cli("drafters", *load, "--activate")
-    async for _ in chunks:
-        pass
-    assert (await generation).token_ids == plain
-    swapped = await client.generate(PROMPT, drafter="ngram", **WANTED)
-    assert swapped.token_ids == plain
-    assert {*swapped.stats.drafter_versions} - {"local@1"} == {"ngram@next"}
-    deployment.cli("drafters", "unload", "ngram", "1")
-    assert "ngram@1" not in deployment.cli("drafters", "list")
-    assert deployment.run("ps", "--quiet", "verifier") == verifier
-    assert deployment.state("verifier") == "healthy"
 
 
 def test_final_images_hold_no_build_tools_and_run_unprivileged(deployment: Deployment) -> None:

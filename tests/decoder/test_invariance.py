@@ -16,7 +16,7 @@ from torch import Tensor
 from paceline.convert import Packer, open_model
 from paceline.decoder import Decoder, LocalCache, check_batch_invariance, check_served
 from paceline.decoder.graphs import FIXED_SHAPES
-from paceline.decoder.invariance import ServedForward, served_slots, window_to_pass
+from paceline.decoder.invariance import ServedForward, served_slots
 from paceline.decoder.linear import Linear
 from paceline.kernels import Executor, Pass, QueryBlock, plan_trees
 from paceline.kernels.program import PassResult
@@ -178,17 +178,6 @@ def test_a_tree_that_does_not_see_a_window_end_is_found_behind_it(
     found = check_served(served(decoder, careless), decoder.config.vocab_size, passed)
     assert found.holds == (not passed)
     assert passed == 0 or found.reason.endswith(": a tree where a window of 300 ends")
-
-
-def test_a_window_is_passed_where_a_text_is_long_enough() -> None:
-    assert window_to_pass((None, 40, 512, 4096), 8192) == 512
-    assert window_to_pass((1024, None), 8192) == 1024
-    assert window_to_pass((1024, 300), 1024) == 300
-    assert window_to_pass((None, 4096), 8192) == 0
-    for window in (0, 300, 490, 1024):
-        slots, _ = served_slots(window)
-        assert slots % 256 == 0
-        assert window + 17 <= slots <= window + 17 + 512
 
 
 @settings(max_examples=12, suppress_health_check=list(HealthCheck))

@@ -142,21 +142,6 @@ def test_logits_only_of_requested_rows_and_taps_of_requested_layers(
         assert_agrees(tap, output[0])
 
 
-def test_positions_beyond_the_first_table_are_made(models: dict[str, Path]) -> None:
-    decoder = load_decoder(models["llama"])
-    decoder.rope._table = decoder.rope._table[:8]
-    tokens = random_tokens(40)
-    found = extend(decoder, LocalCache(decoder.config), tokens)
-    assert_agrees(found, expected_logits(models["llama"], tokens))
-
-
-def test_tokens_that_do_not_fit_the_plan_are_refused(models: dict[str, Path]) -> None:
-    decoder = load_decoder(models["llama"])
-    plan = plan_trees([QueryBlock(0, 0, None, 4)])
-    with pytest.raises(ValueError, match="plan has 4 rows"):
-        decoder.forward(random_tokens(3), plan, [LocalCache(decoder.config)], logit_rows=None)
-
-
 def test_mimo_is_qwen2_with_a_type_of_its_own(models: dict[str, Path], tmp_path: Path) -> None:
     """transformers has no class for it; its heads for multi-token prediction are left out."""
     head = {"model.mtp_layers.0.input_proj.weight": torch.zeros(96, 192)}

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,15 +13,11 @@ from plain_layers import keep_plain
 from torch import Tensor
 from torch.nn.functional import linear
 
-import paceline.kernels
-from paceline.convert import load_decoder
 from paceline.decoder import products
 from paceline.decoder.linear import Experts, Linear
 from paceline.decoder.products import (
     FIXED_ROWS,
     SLICES,
-    FixedProducts,
-    digest_of_sources,
     fix_products,
     use_library_without_splits,
 )
@@ -150,30 +144,6 @@ def test_products_of_experts_are_in_the_digest(
     assert len({found(), found(1), found(1, 1), found(2, 1), found(1, 2)}) == 5
 
 
-def test_a_mixture_has_rules_for_its_layers_and_its_experts_in_the_digest(
-    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: list[Any] = []
-
-    def record(*layers: Any) -> FixedProducts:
-        given.extend(layers)
-        return FixedProducts({}, "", "")
-
-    monkeypatch.setattr("paceline.decoder.model.fix_products", record)
-    decoder = load_decoder(models["qwen3-moe"])
-    decoder.fix_products()
-    dense, routed = given
-    assert len(dense) == 3 * decoder.config.layers + 1, "and the head"
-    assert all(isinstance(each, Linear) for each in dense)
-    assert len(routed) == 2 * decoder.config.layers
-    assert all(isinstance(each, Experts) for each in routed)
-
-
-def test_a_device_without_a_gpu_has_a_name() -> None:
-    assert products.describe_device(torch.device("cpu")) == "cpu"
-    assert isinstance(products._cublas_version(), str)
-
-
 def test_a_gpu_is_described_by_what_its_products_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two whose bits may differ have two descriptions."""
     card = {"major": 9, "minor": 0, "multi_processor_count": 132}
@@ -203,31 +173,6 @@ def test_a_gpu_is_described_by_what_its_products_depend_on(monkeypatch: pytest.M
     assert products.describe_kernels().startswith("kernels ")
 
 
-def test_another_border_of_attention_is_another_description(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And so is another tile of experts, and another version of Paceline."""
-    folder = Path(paceline.kernels.__file__).parent
-    digest = digest_of_sources(folder)
-    assert products.describe_kernels() == f"kernels {digest[:16]}, Paceline {version('paceline')}"
-    monkeypatch.setattr(products, "version", lambda name: "9.9")
-    assert products.describe_kernels() == f"kernels {digest[:16]}, Paceline 9.9"
-    found = {digest}
-    for file, old, new in (
-        ("tiles.py", "MIDDLE, FAR = (0, 256), (4096, 512)", "MIDDLE, FAR = (0, 256), (8192, 512)"),
-        ("products.py", "TILE_ROWS = 32", "TILE_ROWS = 16"),
-    ):
-        copied = tmp_path / file.removesuffix(".py")
-        shutil.copytree(folder, copied)
-        assert digest_of_sources(copied) == digest
-        changed = copied / "triton" / file
-        text = changed.read_text()
-        assert text.count(old) == 1
-        changed.write_text(text.replace(old, new))
-        found.add(digest_of_sources(copied))
-    assert len(found) == 3
-
-
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The libraries that were chosen; what PyTorch may do is as before afterwards."""
@@ -254,14 +199,3 @@ def test_the_library_splits_no_product_unless_numerics_are_fast(library: list[st
     assert (library, reductions()) == (["cublaslt"], dict.fromkeys(before, (False, False)))
     use_library_without_splits(fixed=False)
     assert (library[1:], reductions()) == (["default"], before), "as PyTorch begins"
-
-
-def test_a_library_that_cannot_be_chosen_is_told(
-    library: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse(name: str) -> None:
-        raise RuntimeError("compiled without cuBLASLt")
-
-    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", refuse)
-    use_library_without_splits(fixed=True)
-    assert "may be split by the number of their rows: compiled without cuBLASLt" in caplog.text

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from decoder_cases import ask_tree, extend, path_to, random_tokens, save_model
+from decoder_cases import save_model
 from torch import Tensor
 
 from paceline.convert import Packer, load_decoder, open_model
-from paceline.decoder import Decoder, LocalCache, UnsupportedModelError
+from paceline.decoder import Decoder, UnsupportedModelError
 from paceline.kernels.rotated import (
     DOWN_SIZE,
     LARGEST,
@@ -25,8 +25,6 @@ from paceline.kernels.rotated import (
     rotate,
     scale_sums,
 )
-
-PARENTS = (-1, 0, 0, 1, 2, 2, 3)
 
 
 def hadamard(size: int) -> Tensor:
@@ -149,40 +147,6 @@ def rotated(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(
             f"paceline.{module}.is_rotated", lambda weights, device: weights == "int8"
         )
-
-
-@pytest.mark.usefixtures("rotated")
-@pytest.mark.parametrize("name", ["qwen3", "llama-bias", "llama"])
-def test_a_decoder_is_close_to_its_own_type(models: dict[str, Path], name: str) -> None:
-    source = open_model(models[name])
-    with torch.inference_mode():
-        config = source.config("int8")
-        decoder = Decoder(config, Packer(config, source.weights(config), "cpu"), "cpu")
-    exact = load_decoder(models[name])
-    assert config.dtype == exact.config.dtype
-    tokens, tree = random_tokens(90), random_tokens(len(PARENTS), seed=1)
-    results = []
-    for each in (decoder, exact):
-        cache = LocalCache(each.config)
-        logits = extend(each, cache, tokens)
-        results.append(torch.cat([logits, ask_tree(each, cache, tree, PARENTS)]).float())
-    found, expected = results
-    error = ((found - expected).norm() / expected.norm()).item()
-    assert 0.001 < error < 0.06  # each product has one of 0.01
-    assert torch.equal(decoder.embed(tokens), exact.embed(tokens)), "embeddings are not quantised"
-
-
-@pytest.mark.usefixtures("rotated")
-def test_a_linear_layer_gives_a_row_alone_the_bits_of_a_batch(models: dict[str, Path]) -> None:
-    source = open_model(models["qwen3"])
-    config = source.config("int8")
-    decoder = Decoder(config, Packer(config, source.weights(config), "cpu"), "cpu")
-    for layer in decoder.linears():
-        x = torch.randn(70, layer.in_features)
-        together = layer(x)
-        for rows in (1, 2, 33):
-            assert torch.equal(layer(x[-rows:]), together[-rows:])
-    assert path_to(PARENTS, 3) == [0, 1, 3]
 
 
 @pytest.mark.usefixtures("rotated")

@@ -103,12 +103,6 @@ async def _all(uploads: list[Any]) -> AsyncIterator[list[Upload]]:
         yield [await stack.enter_async_context(each) for each in uploads]
 
 
-async def test_a_body_that_is_too_long_is_not_read(serve: Serve) -> None:
-    async with serve(MockTransport("x"), max_body_bytes=BODY) as served:
-        async with upload(served, length=BODY + 1, sent=1) as begun:
-            assert (await begun.answer())[0] == 413
-
-
 async def test_a_slow_body_is_refused(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "BODY_SECONDS", 0.1)
     async with serve(MockTransport("x")) as served, upload(served) as begun:

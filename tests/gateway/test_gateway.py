@@ -183,23 +183,6 @@ async def test_bodies_that_are_no_json(
             assert message in (await response.json())["error"]["message"]
 
 
-async def test_the_expect_header_is_answered(served: Served) -> None:
-    host, port = served.url.removeprefix("http://").split(":")
-    for sent, status in (
-        (b"1.1\r\nExpect: 100-continue", b"100"),
-        (b"1.1\r\nExpect: \xcd100-continue", b"417"),
-        (b"1.0\r\nExpect: \xcd100-continue", b"415"),
-    ):
-        reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(
-            b"POST /v1/completions HTTP/"
-            + sent
-            + b"\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}"
-        )
-        assert (await reader.readline()).split()[1] == status
-        writer.close()
-
-
 async def test_the_api_key_is_required(serve: Serve) -> None:
     async with serve(MockTransport("x"), key="right", api_key="right") as served:
         assert (await served.openai.models.list()).data[0].id == "mock"

@@ -1,12 +1,10 @@
 """Compiling and finding the CPU kernels, and what happens where that cannot be done."""
 
-import itertools
 import os
 import platform
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -65,33 +63,6 @@ def test_without_a_compiler_the_error_names_both_ways_out(
     assert done.returncode == 1
     assert reasons[compiler] in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_sources_are_compiled_side_by_side(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The compilers of the first two sources wait for each other."""
-    together, numbers = threading.Barrier(2, timeout=60), itertools.count()
-    linked: list[str] = []
-
-    def run(command: list[str]) -> None:
-        if "-c" in command and next(numbers) < 2:
-            together.wait()
-        if "-shared" in command:
-            linked.extend(Path(word).stem for word in command if word.endswith(".o"))
-        Path(command[-1]).touch()
-
-    monkeypatch.setattr(_compile, "_run", run)
-    monkeypatch.setattr(_compile, "_compiler", lambda: "cc")
-    assert _compile.build("generic", tmp_path).is_file()
-    assert linked == sorted(path.stem for path in _compile.SOURCES.glob("*.c"))
-
-
-@pytest.mark.slow
-@needs_compiler
-@pytest.mark.usefixtures("fresh")
-@pytest.mark.parametrize("level", _compile.levels_here())
-def test_the_level_can_be_chosen(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(_native.VARIABLE, level)
-    assert _native.cpu_kernels().level == level
 
 
 @pytest.mark.usefixtures("fresh")

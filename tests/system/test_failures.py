@@ -4,30 +4,18 @@ import asyncio
 import os
 import random
 import signal
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-import grpc
 import pytest
 from calls import eventually
 from proxy import Proxy
 from system_support import EAGER, THREADS, generate_and, make_prompts, open_segments, wait_joined
 
 from paceline.client import Client, DraftOptions, RetryOptions
-from paceline.drafter.kv.exchange import KvExchange, VerifierAccess
 from paceline.harness import ServiceProcess
-from paceline.v1 import (
-    drafter_pb2,
-    drafter_pb2_grpc,
-    exchange_pb2,
-    exchange_pb2_grpc,
-    verifier_pb2,
-    verifier_pb2_grpc,
-)
 
 TOKENS = 96
 AFTER = 60
@@ -39,12 +27,6 @@ SELFSPEC = {
     "pages": "kv=follow,kv_policy=quest",
 }  # self-speculation with each source of KV
 DRAFTERS = ("lm", *SELFSPEC)
-MAPPING = ("mapped", "chosen")  # those that can be opened over the Unix socket only
-CARRIERS = {
-    "socket": (verifier_pb2.CARRIER_SOCKET, ()),
-    # Abstract sockets belong to a network namespace; sockets with a path do not.
-    "stream": (verifier_pb2.CARRIER_STREAM, ("unshare", "--user", "--map-root-user", "--net")),
-}  # how a drafter's messages travel, and the command that makes it so
 
 
 def loads(models: dict[str, Path], names: Sequence[str], prefix: str = "") -> list[str]:
@@ -52,24 +34,6 @@ def loads(models: dict[str, Path], names: Sequence[str], prefix: str = "") -> li
     specs = {"lm": f"lm:{models['small']}", "ngram": "ngram"}
     specs |= {n: f"selfspec:{models['llama']},context=24,{way}" for n, way in SELFSPEC.items()}
     return [f"--load={prefix}{name}={specs[name]}" for name in names]
-
-
-def drafter_behind(
-    link: Proxy, arguments: Sequence[str], carrier: str, folder: Path
-) -> ServiceProcess:
-    """A drafter service that joins the verifier over a proxy; the test is skipped if it cannot."""
-    _, wrapper = CARRIERS[carrier]
-    try:
-        subprocess.run([*wrapper, "true"], check=True, capture_output=True, timeout=60)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"no network namespace can be made here: {error}")
-    return ServiceProcess(
-        "drafter",
-        [*arguments, f"--verifier={link.address}"],
-        address=f"unix:{folder}/far",
-        environment=THREADS,
-        wrapper=wrapper,
-    )
 
 
 def client_of(verifier: str, drafting: DraftOptions | None = None) -> Client:
@@ -194,160 +158,6 @@ async def test_a_drafter_stalls_while_it_maps_a_cache(
         assert text.token_ids == expected.token_ids
 
 
-async def test_a_mapping_outlives_its_verifier(
-    services: tuple[ServiceProcess, ServiceProcess],
-) -> None:
-    verifier, _ = services
-    (prompt,) = make_prompts(1, seed=8)
-    async with grpc.aio.insecure_channel(verifier.address) as channel:
-        request = verifier_pb2.CreateCacheRequest(prompt_tokens=prompt, max_new_tokens=1)
-        stub = verifier_pb2_grpc.VerifierServiceStub(channel)
-        (created,) = [m.created async for m in stub.CreateCache(request) if m.HasField("created")]
-        join = exchange_pb2_grpc.DraftExchangeServiceStub(channel).Join()
-        await join.write(exchange_pb2.JoinRequest(drafters=exchange_pb2.DrafterList()))
-        exchange = KvExchange(VerifierAccess())
-        exchange.sockets[verifier.address] = (await join.read()).joined.socket_path
-        join.cancel()
-        kv = await exchange.map_cache(verifier.address, created.read_grant, (0, -1))
-        await exchange.close()
-        kv.check()
-        keys, _ = kv.layer(-1)
-        assert kv.committed == len(prompt)
-        copy = keys[:, : kv.committed].clone()
-        verifier.kill()
-        verifier.start()
-    assert kv.committed == len(prompt)
-    assert keys[:, : kv.committed].equal(copy)
-    kv.close()
-
-
-@pytest.mark.slow
-async def test_two_containers_need_one_shared_folder(
-    models: dict[str, Path], sockets: Path
-) -> None:
-    """Neither network, shared memory nor process ids: as in compose/cpu.yml. A verifier that was
-    killed leaves a socket file, which the next one replaces; the KV goes with it."""
-    container = ("unshare", "--user", "--map-root-user", "--net", "--ipc")
-    serving = ["--target", str(models["llama"]), "--weights", "float32", "--lease-seconds", "5"]
-    serving += ["--no-prefix-caching", f"--draft-socket={sockets}/exchange"]
-    prompts = make_prompts(4, seed=9)
-    with ServiceProcess(
-        "verifier", serving, address=f"unix:{sockets}/alone", environment=THREADS
-    ) as verifier:
-        arguments = [*loads(models, MAPPING), f"--verifier={verifier.address}"]
-        with ServiceProcess(
-            "drafter",
-            arguments,
-            address=f"unix:{sockets}/drafter-alone",
-            environment=THREADS,
-            wrapper=container,
-        ) as drafter:
-            for again in (False, True):
-                (joined,) = await asyncio.to_thread(wait_joined, verifier.address)
-                assert joined.carrier == verifier_pb2.CARRIER_SOCKET
-                async with client_of(verifier.address, EAGER) as client:
-                    expected, _ = await outputs(client, prompts, ["none"])
-                    assert await outputs(client, prompts, MAPPING) == (expected, {})
-                eventually(lambda: not open_segments(verifier.pid, drafter.pid), "all is closed")
-                if not again:
-                    verifier.kill()
-                    verifier.start()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("carrier", ["socket", "stream"])
-async def test_connections_dropped_and_delayed(
-    carrier: str,
-    services: tuple[ServiceProcess, ServiceProcess],
-    models: dict[str, Path],
-    tmp_path: Path,
-    sockets: Path,
-) -> None:
-    """Cut and slow connections of the client and of the drafter change no token; nor does a link
-    that goes down and comes back."""
-    verifier, _ = services
-    prompts = make_prompts(6, seed=4)
-    async with Client(verifier.address) as direct:
-        expected, _ = await outputs(direct, prompts, ["none"])
-    fitting = [name for name in DRAFTERS if carrier == "socket" or name not in MAPPING]
-    names = [f"far-{name}" for name in fitting]
-    async with (
-        Proxy(verifier.address) as near,
-        Proxy(verifier.address, path=sockets / f"link-{carrier}") as link,
-        drafter_behind(link, loads(models, ("ngram", *fitting), "far-"), carrier, sockets),
-        client_of(near.address, drafting=EAGER) as client,
-    ):
-        loop = asyncio.get_running_loop()
-        assert CARRIERS[carrier][0] in {
-            each.carrier for each in await asyncio.to_thread(wait_joined, verifier.address, 2)
-        }
-        for drafters in (["none"], names, ["far-ngram"]):
-            before = near.connections
-            output, _ = await outputs(
-                client, prompts, drafters, lambda: loop.call_soon_threadsafe(near.cut)
-            )
-            assert output == expected
-            assert near.connections > before
-        link.delay = 0.15
-        output, failures = await outputs(
-            client, prompts, names, lambda: loop.call_soon_threadsafe(link.cut)
-        )
-        assert output == expected
-        assert failures["drafter_unavailable"]
-        near.delay = link.delay = 0.04
-        await asyncio.to_thread(wait_joined, verifier.address, 2)
-        assert await outputs(client, prompts, names) == (expected, {})
-
-        def go_down() -> None:
-            link.down = True
-            loop.call_soon_threadsafe(link.cut)
-
-        output, failures = await outputs(client, prompts, names, go_down)
-        assert output == expected
-        assert failures["drafter_unavailable"]
-        await asyncio.to_thread(wait_joined, verifier.address, 1)
-        await client.drafters()  # it knows now what is there
-        missing = {"drafter_unavailable": len(prompts)}
-        assert await outputs(client, prompts, names) == (expected, missing)
-        link.down = False
-        await asyncio.to_thread(wait_joined, verifier.address, 2)
-        assert await outputs(client, prompts, names) == (expected, {})
-    expect_integrity(verifier)
-
-
-@pytest.mark.parametrize("carrier", CARRIERS)
-async def test_a_loaded_drafter_drafts_in_the_next_generation(
-    carrier: str,
-    services: tuple[ServiceProcess, ServiceProcess],
-    models: dict[str, Path],
-    sockets: Path,
-) -> None:
-    """However long the verifier takes to hear of it; and an unloaded one is not listed."""
-    verifier, _ = services
-    (prompt,) = make_prompts(1, seed=5)
-    async with (
-        Proxy(verifier.address, path=sockets / f"link-{carrier}") as link,
-        drafter_behind(link, loads(models, ["lm"], "far-"), carrier, sockets) as far,
-        client_of(verifier.address, EAGER) as client,
-        grpc.aio.insecure_channel(far.address) as channel,
-    ):
-        registry: Any = drafter_pb2_grpc.DrafterRegistryServiceStub(channel)
-        await asyncio.to_thread(wait_joined, verifier.address, 2)
-        link.delay = 0.05
-        load = drafter_pb2.LoadDrafterRequest(method="lm", folder=str(models["small"]))
-        for name in ("far-lm", *(f"new-{number}" for number in range(5))):
-            load.name, load.activate = name, True
-            loaded = (await registry.LoadDrafter(load)).drafter
-            result = await client.generate(prompt, max_new_tokens=8, drafter=name)
-            assert (result.stats.drafter_versions, result.stats.fallbacks) == (
-                [f"{name}@{loaded.version}"],
-                {},
-            )
-            unload = drafter_pb2.UnloadDrafterRequest(name=name, force=True)
-            await registry.UnloadDrafter(unload)
-            assert name not in await client.drafters()
-
-
 async def test_another_service_takes_over(
     services: tuple[ServiceProcess, ServiceProcess], models: dict[str, Path]
 ) -> None:
@@ -392,10 +202,12 @@ async def test_many_rough_generations(
     before = open_segments()
     async with Client(verifier.address) as direct:
         expected, _ = await outputs(direct, prompts[:8], ["none"])
+    rough = sockets / "rough"
+    far = [*loads(models, ("ngram", *DRAFTERS), "far-"), f"--verifier=unix:{rough}"]
     async with (
         Proxy(verifier.address) as near,
-        Proxy(verifier.address, path=sockets / "rough") as link,
-        drafter_behind(link, loads(models, ("ngram", *DRAFTERS), "far-"), "socket", sockets),
+        Proxy(verifier.address, path=rough) as link,
+        ServiceProcess("drafter", far, address=f"unix:{sockets}/far", environment=THREADS),
     ):
         await asyncio.to_thread(wait_joined, verifier.address, 2)
         names = ("none", *(f"far-{name}" for name in ("ngram", *DRAFTERS)))

@@ -1,10 +1,8 @@
 """The official `openai` client against a gateway before a real verifier and drafter."""
 
 import asyncio
-import json
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -12,7 +10,6 @@ import pytest
 from calls import eventually
 from openai import AsyncOpenAI
 from system_support import wait_joined
-from tiny_models import write_ending_model
 
 from paceline.client import Client
 from paceline.harness import ServiceProcess
@@ -99,20 +96,6 @@ async def test_choices_share_a_prompt_and_count_seeds_up(api: AsyncOpenAI) -> No
     assert [choice.index for choice in many.choices] == list(range(6))
 
 
-async def test_a_turn_reuses_the_prompt_of_the_one_before(api: AsyncOpenAI) -> None:
-    """The fixture's tokenizer has a token for each byte; prefixes are whole chunks of 64 tokens."""
-    first = "A prompt that no other test has, and that is long enough to be kept. " * 3
-    cached = []
-    for prompt in (first, first + "more"):
-        answer = await api.completions.create(model="llama", prompt=prompt, max_tokens=4)
-        assert answer.usage is not None
-        assert answer.usage.prompt_tokens_details is not None
-        cached.append(answer.usage.prompt_tokens_details.cached_tokens)
-    assert cached[0] == 0
-    assert cached[1] is not None
-    assert 128 <= cached[1] < len(first) + 4
-
-
 async def test_a_streamed_chat_is_the_whole_one(api: AsyncOpenAI) -> None:
     asked: dict[str, Any] = {
         "model": "llama",
@@ -150,25 +133,6 @@ async def test_a_streamed_chat_is_the_whole_one(api: AsyncOpenAI) -> None:
     assert events[-1].usage.prompt_tokens == rendered.usage.prompt_tokens
 
 
-async def test_an_echo_has_the_logprobs_of_the_generation(api: AsyncOpenAI) -> None:
-    asked: dict[str, Any] = {"model": "llama", "temperature": 0, "logprobs": 2}
-    written = (await api.completions.create(**asked, prompt=PROMPT, max_tokens=16)).choices[0]
-    whole = PROMPT + written.text
-    answer = await api.completions.create(**asked, prompt=whole, max_tokens=0, echo=True)
-    scored = answer.choices[0]
-    assert written.logprobs is not None
-    assert scored.logprobs is not None
-    assert scored.text == whole
-    assert scored.logprobs.token_logprobs is not None
-    assert scored.logprobs.token_logprobs[0] is None
-    # Where the text is tokenized as it was written, its log-probabilities are those of then.
-    tokens, again = written.logprobs.tokens or [], scored.logprobs.tokens or []
-    if again[-len(tokens) :] == tokens:
-        assert scored.logprobs.token_logprobs[-len(tokens) :] == pytest.approx(
-            written.logprobs.token_logprobs, abs=1e-4
-        )
-
-
 async def test_errors_are_the_openai_clients(api: AsyncOpenAI, gateway: ServiceProcess) -> None:
     with pytest.raises(openai.BadRequestError) as raised:
         await api.completions.create(model="llama", prompt=[1] * 2048)
@@ -183,64 +147,6 @@ async def test_errors_are_the_openai_clients(api: AsyncOpenAI, gateway: ServiceP
     card = (await api.models.list()).data[0].model_dump()
     assert (card["id"], card["max_model_len"]) == ("llama", 2048)
     assert {"lm", "ngram"} <= set(card["drafters"])
-
-
-@pytest.mark.slow
-async def test_json_by_a_schema_with_any_drafter(tmp_path: Path) -> None:
-    """A model whose last token ends a text; it drafts for itself, so that much would stand."""
-    folder = tmp_path / "ending"
-    write_ending_model(folder)
-    schema = {
-        "type": "object",
-        "properties": {
-            "gear": {"enum": ["road", "track", "gravel"]},
-            "laps": {"type": "integer", "minimum": 0, "maximum": 999},
-            "rider": {"type": "string", "pattern": "^[a-z]{1,8}$"},
-        },
-        "required": ["gear", "laps", "rider"],
-        "additionalProperties": False,
-    }
-    texts = list[str]()
-    load = ["--load", f"lm=lm:{folder}", "--load", "ngram=ngram"]
-    # Drafting pays for no model so small: the scheduler would stop it.
-    arguments = ["--target", str(folder), "--weights", "float32", "--schedule", "off"]
-    async with (
-        ServiceProcess("verifier", arguments) as verifier,
-        ServiceProcess("drafter", [*load, f"--verifier={verifier.address}"]),
-        gateway_process(verifier) as gateway,
-        AsyncOpenAI(base_url=f"http://{gateway.address}/v1", api_key="any", max_retries=0) as api,
-    ):
-
-        async def drafted(name: str) -> bool:
-            """Generate; returns whether the drafter was in time."""
-            answer = await api.completions.create(
-                model="ending",
-                prompt=PROMPT,
-                max_tokens=400,
-                extra_body={
-                    "drafter": name,
-                    "response_format": {
-                        "type": "json_schema",
-                        "json_schema": {"name": "ride", "schema": schema},
-                    },
-                },
-                **SAMPLED,
-            )
-            assert answer.choices[0].finish_reason == "stop"
-            texts.append(answer.choices[0].text)
-            assert answer.usage is not None
-            return bool(answer.usage.model_dump()["speculation"]["drafted"] > 0)
-
-        assert not await drafted("none")
-        await drafted("ngram")  # It may find nothing to look up.
-        async with asyncio.timeout(300):
-            while not await drafted("lm"):
-                pass
-    value = json.loads(texts[0])
-    assert list(value) == ["gear", "laps", "rider"]
-    assert value["gear"] in ("road", "track", "gravel")
-    assert 0 <= value["laps"] <= 999
-    assert len(set(texts)) == 1
 
 
 async def test_a_signal_lets_streams_finish(verifier: ServiceProcess) -> None:

@@ -166,25 +166,6 @@ def test_the_fused_loss_is_the_divergence_and_so_is_its_gradient(rows: int) -> N
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("name", LONGSPEC_PRESETS)
-def test_stages_follow_one_another_at_falling_rates(name: str) -> None:
-    preset = LONGSPEC_PRESETS[name]
-    plan = Plan(preset.stages, minutes=10, steps=1000, focus=7)
-    begun = 0.0
-    for stage in preset.stages:
-        assert plan.stage(begun + 1e-9)[0] is stage
-        middle, end = begun + stage.share / 2, begun + stage.share * 0.999
-        assert plan.rate(500, begun + 1e-9) == pytest.approx(stage.rate)
-        assert plan.rate(500, middle) == pytest.approx(stage.rate * 0.55)
-        assert plan.rate(500, end) == pytest.approx(stage.rate * 0.1, rel=0.01)
-        assert plan.shape(middle) == (stage.rows, stage.length)
-        assert plan.documents(middle) == (7 if stage.focus else None)
-        begun += stage.share
-    assert plan.rate(0, 0.0) < 0.1 * preset.stages[0].rate
-    assert plan.progress(step=500, elapsed=0) == 0.5
-    assert plan.progress(step=0, elapsed=300) == 0.5
-
-
 def _inputs(length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     torch.manual_seed(length)
     keys, values = torch.randn(2, 2, 2, length, 16).unbind(0)

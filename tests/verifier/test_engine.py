@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import drafters
 import grpc
 import pytest
 from calls import failure, reason_of
@@ -19,40 +18,10 @@ from paceline.convert import weights_fingerprint
 from paceline.decoder import BatchInvariance
 from paceline.v1 import verifier_pb2
 from paceline.verifier import build_service
-from paceline.verifier.engine import acceptance
 
 PROMPT = [3, 1, 4, 1, 5]
 FIELDS: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True}
 STEP_FAILED = (grpc.StatusCode.INTERNAL, "STEP_FAILED")
-
-
-async def test_a_sequence_whose_acceptance_fails_fails_alone(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain = await client.generate(PROMPT, None, **FIELDS)
-    created = await client.create(PROMPT, **FIELDS)
-    (cache,) = list(client.service.store)
-    sampler = acceptance.Sampler
-
-    class Broken(sampler):  # type: ignore[misc, valid-type]
-        """Fails for one sequence after its first token of a walk."""
-
-        def __call__(self, node: int) -> int:
-            if self._sequence is cache.sequence and node >= 0:
-                raise ValueError("cannot choose")
-            return super().__call__(node)
-
-    name = await client.drafter_service.add(drafters.right(plain, len(PROMPT)))
-    with monkeypatch.context() as patch:
-        patch.setattr(acceptance, "Sampler", Broken)
-        others = asyncio.gather(
-            *(client.generate(PROMPT, drafters.random_tree, **FIELDS) for _ in range(3))
-        )
-        assert await client.refusal(created.handle, drafter=name) == STEP_FAILED
-        assert await others == [plain] * 3
-    assert await client.rest(created.handle, drafter=name) == plain[1:]
-    await client.release(created.handle)
-    await client.service.check_integrity()
 
 
 async def test_draining_lets_generations_end(client: Client) -> None:
@@ -84,17 +53,13 @@ async def test_model(client: Client, model: Path) -> None:
     assert (got.layers, got.kv_heads, got.head_dim, got.hidden_size) == (2, 2, 16, 48)
     assert (list(got.eos_token_ids), got.bos_token_id) == ([0], 1)
     assert (got.dtype, got.weights) == ("float32", "float32")
+    assert (got.batch_invariant, got.batch_invariance_reason) == (True, "")
+    assert got.numerics == "portable"  # float32, on every processor
     assert got.target_fingerprint == weights_fingerprint(model)
     assert got.lease_ms == 30_000
     assert len(got.instance_id) == 32
     assert got.tokenizer_digest == ""
     assert got.chat_template == ""
-
-
-async def test_batch_invariance_holds(client: Client) -> None:
-    got = await client.stub.GetModel(verifier_pb2.GetModelRequest())
-    assert (got.batch_invariant, got.batch_invariance_reason) == (True, "")
-    assert got.numerics == "portable"  # float32, on every processor
 
 
 async def test_a_lack_of_batch_invariance_is_reported_and_logged(
@@ -163,10 +128,3 @@ async def test_a_gguf_file_serves_the_model_of_its_folder(
     assert (got.name, got.architecture) == ("tiny", f"{family}ForCausalLM")
     assert (got.vocab_size, list(got.eos_token_ids), got.bos_token_id) == (VOCAB, [0], 1)
     assert (got.dtype, got.target_fingerprint) == ("float32", weights_fingerprint(file))
-
-
-def test_a_damaged_gguf_file_is_refused_at_start(models: dict[str, Path], tmp_path: Path) -> None:
-    file = write_gguf(tmp_path / "tiny.gguf", models["Llama"])
-    file.write_bytes(file.read_bytes()[:-64])
-    with pytest.raises(ValueError, match=r"tiny\.gguf: tensor .* incomplete or damaged"):
-        build_service(file)

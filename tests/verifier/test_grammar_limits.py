@@ -64,19 +64,6 @@ async def test_the_error_says_what_to_do(short: None) -> None:
         await grammars().compile("json_schema", ENDLESS)
 
 
-async def test_a_cancelled_one_gives_its_place_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "CONSTRAINT_SECONDS", 600)
-    monkeypatch.setattr(limits, "CONSTRAINT_MEMORY", 1 << 40)
-    compiler = grammars()
-    tasks = [asyncio.create_task(compiler.compile("json_schema", ENDLESS)) for _ in range(6)]
-    await asyncio.sleep(0.2)
-    assert not any(task.done() for task in tasks)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    assert (await compiler.compile("regex", "a+")).begin().allowed().any()
-
-
 async def test_cancelled_at_any_moment_it_gives_its_place_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -6,10 +6,8 @@ import asyncio
 import errno
 import os
 import socket
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import drafters
@@ -21,9 +19,7 @@ from verifier_support import CARRIERS, VOCAB, Client, fallbacks_of, serving, tok
 
 from paceline.service import OptionsError, ServiceError, limits
 from paceline.service.exchange import request_files
-from paceline.tree import TokenTree
 from paceline.v1 import drafter_pb2, exchange_pb2, exchange_pb2_grpc, verifier_pb2
-from paceline.verifier.engine.drafting import Link
 from paceline.verifier.rpc import exchange
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -80,25 +76,6 @@ async def test_a_service_that_comes_back_drafts_again(socket: bool, client: Clie
     assert list(service.opened[1].tokens) == [*PROMPT, *plain[:4]]
 
 
-async def test_a_service_leaves_while_a_tree_is_on_its_way(client: Client) -> None:
-    """Another one with the same drafter takes over."""
-    async with (
-        client.new_drafter_service() as first,
-        client.new_drafter_service(socket=False) as second,
-    ):
-        name = await first.add(drafters.nothing)
-        assert await second.add(lambda *_: TokenTree.chain([1])) == name
-        first.paused = []
-        created = await client.create(PROMPT, **FIELDS)
-        stepping = asyncio.create_task(client.steps(created.handle, 2, drafter=name))
-        await until(lambda: bool(first.paused))
-        await first.leave()
-        one, two = await stepping
-        assert list(one.fallbacks) == ["drafter_unavailable"]
-        assert one.no_draft == verifier_pb2.NO_DRAFT_REASON_NOT_READY
-        assert (list(two.tree.tokens), len(second.opened)) == ([1], 1)
-
-
 @CARRIERS
 async def test_unloaded_drafters_close_their_sequences(socket: bool, client: Client) -> None:
     """Others of the service go on; an empty list closes all."""
@@ -130,40 +107,6 @@ async def test_unloaded_drafters_close_their_sequences(socket: bool, client: Cli
         await service.update([])
         assert [each.no_draft for each in await step()] == [not_ready, not_ready]
         await until(lambda: not service.sequences)
-
-
-async def test_graphs_with_hidden_states_are_captured_when_a_drafter_joins(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Between steps, one at a time; layers that the target does not have are left out."""
-    captured: list[tuple[tuple[int, ...], str]] = []
-
-    class Graphs:
-        """None could be captured."""
-
-        def __len__(self) -> int:
-            return 0
-
-        def warm_up(self, layers: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-            for number in (1, 2):
-                captured.append((layers, threading.current_thread().name))
-                yield number, 2
-
-    monkeypatch.setattr(client.service, "_graphs", Graphs())
-    async with client.new_drafter_service() as service:
-        await service.join()
-        assert not captured, "nothing is read"
-        reading = []
-        for name, layers in (("a", (1,)), ("b", (0, 1)), ("c", (7,))):
-            reading.append(service.info("0", name=name))
-            reading[-1].hidden_state_layers.extend(layers)
-        await service.update(reading[:1])
-        await until(lambda: len(captured) == 2)
-        await service.update(reading)
-        await until(lambda: len(captured) == 4)
-    assert [layers for layers, _ in captured] == [(1,), (1,), (0, 1), (0, 1)]
-    assert len({thread for _, thread in captured}) == 1
-    assert threading.current_thread().name not in {thread for _, thread in captured}
 
 
 # Connections that break the protocol
@@ -407,21 +350,6 @@ async def test_violations_end_the_connection(
     assert all(each.tree.tokens for each in others[:-1])
 
 
-async def test_messages_for_closed_sequences_are_ignored(client: Client) -> None:
-    """They may have crossed the message that closed them."""
-    service = client.drafter_service
-    name = await service.add(drafters.nothing)
-    created = await client.create(PROMPT, **FIELDS)
-    await client.rest(created.handle, drafter=name)
-    await until(lambda: not service.sequences)
-    refused = exchange_pb2.SequenceRefused(sequence=1)
-    await service.send(refused=[refused], **opened_for(1), **tree_for(1, 99))
-    await client.release(created.handle)
-    plain = await client.generate(PROMPT, None, **FIELDS)
-    assert await client.generate(PROMPT, drafters.random_tree, **FIELDS) == plain
-    assert [each.sequence for each in service.opened] == [1, 2], "the same connection"
-
-
 @CARRIERS
 @pytest.mark.parametrize("answer", [opened_for, lambda number: tree_for(number, 1)])
 async def test_who_answers_closed_sequences_again_and_again_is_disconnected(
@@ -441,14 +369,6 @@ async def test_who_answers_closed_sequences_again_and_again_is_disconnected(
         await bad.send(**answer(2))
         assert await bad.error() == (grpc.StatusCode.INVALID_ARGUMENT, "CLOSED_SEQUENCE")
         assert await client.generate(PROMPT, drafters.random_tree, **FIELDS) == plain
-
-
-def test_answers_that_may_come_late_are_not_saved_up() -> None:
-    link = Link(exchange_pb2.DrafterList(), lambda message: None, lambda error: None)
-    for _ in range(limits.LATE_ANSWERS):
-        link.sequences[1] = SimpleNamespace()  # type: ignore[assignment]
-        link.forget(1)
-    assert link.late == limits.LATE_ANSWERS
 
 
 async def test_lists_of_drafters_are_taken_one_at_a_time(
@@ -495,14 +415,3 @@ async def test_the_drafters_of_all_services_are_bounded(
     longer = exchange_pb2.DrafterList(drafters=[service.info("1" * 200)] * 200)
     await service.call.write(exchange_pb2.JoinRequest(drafters=longer))
     assert await service.error() == (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_DRAFTERS")
-
-
-def test_what_comes_with_a_list_is_not_kept() -> None:
-    """A part of a message keeps the memory of all of it, so the list must not be a part."""
-    message = exchange_pb2.JoinRequest(
-        drafters=exchange_pb2.DrafterList(drafters=[drafter_pb2.DrafterInfo(name="a")])
-    )
-    kept = exchange._checked(message)
-    assert kept == message.drafters
-    message.drafters.default_drafter = "changed"
-    assert not kept.default_drafter

@@ -38,34 +38,6 @@ async def test_a_lease_lasts_through_a_long_prefill(model: Path, tmp_path: Path)
             assert await client.release((await creating).handle)
 
 
-async def test_cancelling_a_prefill_frees_it(model: Path, tmp_path: Path) -> None:
-    async with serving(
-        model, tmp_path / "v.sock", kv_bytes=1 << 28, prefill_token_limit=32
-    ) as client:
-        call = client.stub.CreateCache(verifier_pb2.CreateCacheRequest(prompt_tokens=[1] * 2000))
-        with paused_engine(after=3):
-            await call.read()
-            call.cancel()
-            await until(lambda: not list(client.service.store))
-        await until(lambda: len(client.service.store) == 0)
-        await client.service.check_integrity()
-
-
-async def test_a_cache_may_be_preempted_during_its_prefill(model: Path, tmp_path: Path) -> None:
-    """Its client is told that it is gone, not that the verifier failed."""
-    async with serving(
-        model, tmp_path / "v.sock", kv_bytes=1 << 28, prefill_token_limit=32
-    ) as client:
-        call = client.stub.CreateCache(verifier_pb2.CreateCacheRequest(prompt_tokens=[1] * 2000))
-        with paused_engine(after=3) as paused:
-            await paused()
-            (cache,) = client.service.store
-            assert cache.job is not None
-            cache.job.cancelled = True  # as `release` does, before the engine hears of it
-        assert reason_of(await failure(call)) == "CACHE_NOT_FOUND"
-        await client.service.check_integrity()
-
-
 async def test_no_shared_memory_left(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a prefill and in a step: RESOURCE_EXHAUSTED; the same cache goes on later."""
     fields: dict[str, Any] = {"max_new_tokens": 300, "ignore_eos": True}

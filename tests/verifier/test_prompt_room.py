@@ -16,8 +16,7 @@ from paceline.text import Text
 from paceline.tree import EMPTY
 from paceline.verifier.engine.batch import MIN_GRAPH_PROMPT, prompt_room
 from paceline.verifier.engine.drafted import StepOutput
-from paceline.verifier.engine.engine import Engine
-from paceline.verifier.engine.job import CachedSequence, Decode, Prefill, Request
+from paceline.verifier.engine.job import CachedSequence, Decode, Request
 from paceline.verifier.kv.base import KvLayout
 from paceline.verifier.kv.pool import PagePool
 from paceline.verifier.scheduler.costs import CostTable
@@ -44,15 +43,6 @@ def pool(decoder: Decoder) -> Iterator[PagePool]:
     )  # fmt: skip
     yield made
     made.close()
-
-
-def step(engine: Engine) -> int:
-    """Runs a step; returns its size."""
-    sizes: list[int] = []
-    engine.on_step = lambda seconds, tokens, decided: sizes.append(tokens)
-    engine._thread.run_commands(0.0)
-    engine._step()
-    return sum(sizes)
 
 
 def sequence(pool: PagePool, length: int) -> CachedSequence:
@@ -115,23 +105,3 @@ def test_a_step_with_prompts_that_takes_longer_than_said_makes_the_next_pieces_s
     assert usual / 2 < sizes[-1] < usual / 1.3
     assert max(run(usual, 1.0) for _ in range(20)) > 0.9 * usual
     job.sequence.kv.close()
-
-
-async def test_a_step_beside_a_text_that_runs_has_little_of_a_prompt(
-    decoder: Decoder, pool: PagePool
-) -> None:
-    """From the end of its own prompt on, of one prompt and of several; alone it has much."""
-    engine = Engine(decoder, scheduler=Scheduler(TABLE, 16))
-    short, *long = sequence(pool, 5), sequence(pool, 1500), sequence(pool, 1500)
-    with torch.inference_mode():
-        engine.prefill(Prefill(short))
-        for each in long:
-            engine.prefill(Prefill(each))
-        assert step(engine) == 512  # the short prompt shares it
-        assert step(engine) <= 80, "its client asks for more now"
-        engine.decode(Decode(short, credits=3))
-        assert all(MIN_PROMPT < step(engine) <= 80 for _ in range(3))
-        assert len(short.tokens) == 5 + 1 + 3
-        assert step(engine) == 512
-    for each in (short, *long):
-        each.kv.close()

@@ -61,17 +61,6 @@ async def test_same_tokens_with_every_drafter_and_in_any_chunks(
         assert await client.generate(prompt, None, **wanted) == plain
 
 
-async def test_greedy_tokens_are_those_of_transformers(hybrid: Path, tmp_path: Path) -> None:
-    prompt = text(4, 100)
-    model = transformers.AutoModelForCausalLM.from_pretrained(hybrid, dtype=torch.float32).eval()
-    with torch.no_grad():
-        expected = model.generate(
-            torch.tensor([prompt]), max_new_tokens=30, do_sample=False, eos_token_id=None
-        )[0, 100:].tolist()
-    async with serving(hybrid, tmp_path / "v.sock", kv_bytes=1 << 26) as client:
-        assert await client.generate(prompt, None, **fields("greedy", 30)) == expected
-
-
 async def test_prefixes_are_reused_where_their_states_are_kept(
     hybrid: Path, tmp_path: Path
 ) -> None:
@@ -175,37 +164,6 @@ def test_a_pass_that_is_not_committed_changes_nothing(hybrid: Path) -> None:
         if final:
             found = append(decoder, cache, prompt[20:])
             assert torch.equal(found, expected[20:])
-
-
-def test_slices_and_threads_do_not_change_bits(hybrid: Path) -> None:
-    """A prompt longer than a slice beside a tree behind another text, on several threads."""
-    decoder, prompt = load_decoder(hybrid), torch.tensor(text(2, 700))
-    parents = (-1, 0, 0, 1, 2, 2, 3)
-    alone = LocalCache(decoder.config)
-    expected = torch.cat([append(decoder, alone, prompt[at : at + 70]) for at in range(0, 700, 70)])
-    before = torch.get_num_threads()
-    trees, after = [], [append(decoder, alone, prompt[:5])]
-    for threads in (1, 2, 5):
-        torch.set_num_threads(threads)
-        caches = [LocalCache(decoder.config) for _ in range(2)]
-        append(decoder, caches[0], prompt[:30])
-        for cache in caches:
-            cache.reserve(700)
-        blocks = [
-            QueryBlock(1, 0, None, 256, final=True),
-            QueryBlock(1, 256, None, 256, final=True),
-            QueryBlock(0, 30, parents, 7),
-            QueryBlock(1, 512, None, 188, final=True),
-        ]
-        rows = torch.cat([prompt[:512], prompt[:7], prompt[512:]])
-        found = decoder.forward(rows, plan_trees(blocks), caches, logit_rows=None).logits
-        caches[1].commit(range(700))
-        assert torch.equal(torch.cat([found[:512], found[519:]]), expected)
-        trees.append(found[512:519])
-        after.append(append(decoder, caches[1], prompt[:5]))
-    torch.set_num_threads(before)
-    for same in (trees, after):
-        assert all(torch.equal(each, same[0]) for each in same)
 
 
 def append(decoder: Decoder, cache: LocalCache, tokens: torch.Tensor) -> torch.Tensor:

@@ -89,20 +89,6 @@ async def test_a_scheduler_that_fails_costs_no_step(
     assert [answer.node_budget for answer in answers] == [255, 255]
 
 
-async def test_a_released_sequence_is_forgotten(model: Path, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"kv_bytes": 1 << 28, "schedule": "auto", "node_budget": 7}
-    async with serving(model, tmp_path / "v.sock", **options) as client:
-        created = await client.create(PROMPT, max_new_tokens=9, ignore_eos=True)
-        name = await client.drafter_service.add(drafters.every_token)
-        (answer,) = await client.steps(created.handle, 1, drafter=name)
-        assert len(answer.tree.tokens) == 7, "the limit of the verifier"
-        engine = client.service.engine
-        assert engine._scheduler._states
-        await client.release(created.handle)
-        await engine.between_steps(lambda: None)
-        assert not engine._scheduler._states
-
-
 async def test_drafting_begins_when_plain_steps_are_measured(client: Client) -> None:
     """And never without a drafter."""
     await served_with(client, FLAT)

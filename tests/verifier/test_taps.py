@@ -12,8 +12,6 @@ from paceline.convert import load_decoder
 from paceline.decoder import LocalCache
 from paceline.drafter.kv import KvNotShared
 from paceline.kernels import QueryBlock, plan_trees
-from paceline.verifier.kv.base import TapLayout, Taps
-from paceline.verifier.kv.segment import TapPlanes
 
 PROMPT = [3, 1, 4, 1, 5]
 FIELDS = {"max_new_tokens": 60, "ignore_eos": True}
@@ -102,17 +100,6 @@ async def test_a_fork_claims_no_states_that_its_parent_lacks(client: Client) -> 
         assert taps is not None
         assert taps.first == shared - 40
         await client.release(fork.handle)
-
-
-def test_rows_wrap_around() -> None:
-    layout = TapLayout(Taps((3,), 10), 16, 2, torch.float32)
-    planes = TapPlanes(layout, torch.zeros(32))
-    rows = torch.arange(200.0).view(100, 2)
-    planes.record(0, {3: rows}, slice(0, 40))  # more than there is room for
-    planes.record(40, {3: rows}, [40, 41, 42])
-    for position in range(27, 43):
-        assert torch.equal(planes.rows[0, position % 16], rows[position])
-    assert planes.first_kept(43) == 27
 
 
 async def test_overwritten_rows_are_dropped(client: Client) -> None:
