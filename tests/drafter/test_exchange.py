@@ -88,6 +88,19 @@ async def test_the_first_round_comes_with_its_sequence(fake: Drafting) -> None:
     assert list((await text.read()).tree.tokens) == [2]
 
 
+async def test_a_sequence_is_open_once_its_text_was_read(fake: Drafting) -> None:
+    """Or at once, if a round waits for it."""
+    await fake.open([1] * 30_000)
+    (sequence,) = sequences()
+    assert not sequence.pending
+    text, message = fake.peer.text([1] * 30_000)
+    await fake.peer.send(
+        exchange_pb2.JoinResponse(open=[message], rounds=[text.request([7], timeout_us=1)])
+    )
+    assert isinstance(await text.read(), exchange_pb2.SequenceOpened)
+    assert not (await text.read()).tree.tokens
+
+
 async def test_texts_are_shared_within_an_owner_and_never_across(ngram: Drafting) -> None:
     await (await ngram.open([1, 2, 3, 4, 5], owner="mine")).end()
     for owner, expected in (("mine", [4, 5]), ("yours", []), ("", [])):

@@ -1,5 +1,6 @@
 """The controller: drafting goes on where it pays and costs next to nothing elsewhere."""
 
+import itertools
 import json
 import random
 from math import inf
@@ -8,6 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from simulated_load import Accepted, Costs, Drawn
 
 from paceline.bench.replay.simulation import MODES
@@ -118,24 +121,98 @@ def test_sequences_differ_and_each_gets_its_own_way() -> None:
     assert speeds["scheduled"] > max(speeds["plain"], speeds["always"])
 
 
-def test_a_drafter_that_becomes_good_is_noticed() -> None:
-    """Within a hundred tokens, after thousands of the same text in which it was never right."""
-    load = Drawn(right_until(3000, 0.0, 0.9), 1, "scheduled", length=9000)
-    assert load.speeds(3500)[0] * 3500 > 3000 + 400 * 2
-
-
-def test_a_drafter_that_becomes_good_is_noticed_in_short_texts_too() -> None:
-    """Each of them ends before a sequence that lost would try again."""
+@pytest.mark.parametrize(
+    ("texts", "length", "costs", "steps", "speed"),
+    [(0, 9000, Costs(), 3500, 3800 / 3500), (40, 100, Costs(drafting=2.0), 16000, 1.2)],
+)
+def test_a_drafter_that_becomes_good_is_noticed(
+    texts: int, length: int, costs: Costs, steps: int, speed: float
+) -> None:
+    """In a long text within a hundred tokens, after thousands in which it was never right; and in
+    short ones, each of which ends before a sequence that lost would try again."""
 
     def accepted(user: int, got: int, draws: random.Random) -> int:
-        return drawn(0.0 if user < 40 else 0.9, draws)
+        return drawn(0.0 if user < texts or (not texts and got < 3000) else 0.9, draws)
 
-    load = Drawn(accepted, 1, "scheduled", Costs(drafting=2.0), length=100)
-    assert load.speeds(16000)[0] > 1.2
+    load = Drawn(accepted, 1, "scheduled", costs, length=length)
+    assert load.speeds(steps)[0] > speed
 
 
-def state(drafter: Account | None = None) -> SequenceState:
-    return SequenceState(drafter or Account(), 0.0)
+class Reader:
+    """A text of a drafter that reads ``prompt`` tokens of it first, in steps that take ``slow``
+    times as long, and then brings ``tokens`` more in the time of ``cost`` plain ones."""
+
+    def __init__(self, drafter: Account, prompt: int, slow: float = 2.0) -> None:
+        self.state, self.now = SequenceState(drafter, 0.0, prompt), 0.0
+        self.unread, self.slow, self.got = prompt, slow, 0
+
+    def step(self, local: float = 0.0, tokens: float = 2.0, cost: float = 1.0) -> bool:
+        """A step beside a local tree; whether its drafter was asked for one, or reads."""
+        asked = self.state.drafts and self.state.asks(local)
+        drafts = asked and self.unread <= 0
+        if asked and not drafts:
+            self.state.opening(self.now)
+            self.unread -= 50
+        else:
+            self.state.requested(self.now, 8 if drafts else 0)
+        self.now += 1.0 + cost if drafts else self.slow if asked else 1.0
+        got = round(1.0 + tokens) if drafts else 1
+        self.got += got
+        self.state.answered(self.now, got, tree=drafts)
+        return asked
+
+
+def known(drafter: Account, texts: int = 20) -> Account:
+    """The drafter after short texts with short prompts."""
+    for _ in range(texts):
+        text = Reader(drafter, 50)
+        while text.got < 100:
+            text.step()
+        text.state.end()
+    return drafter
+
+
+def test_a_text_is_read_where_drafts_gain_more_than_that_costs() -> None:
+    """A step that reads 50 tokens costs one plain token, and a draft gains one."""
+    drafter = known(Account())
+    assert drafter.reading == pytest.approx(1 / 50, rel=0.2)
+    short = Reader(drafter, 100)
+    assert any(short.step() for _ in range(4))
+    longer = Reader(drafter, 4000)
+    asked = [longer.step() for _ in range(400)]
+    assert not any(asked[:100])
+    assert all(asked[-200:]), "a text that goes on is worth it in the end"
+    covered = Reader(drafter, 100)
+    assert not any(covered.step(local=2.0) for _ in range(400)), "nothing is left open"
+    useless = Reader(known(Account(tokens=0.0)), 4000)
+    assert not any(useless.step(tokens=0.0) for _ in range(100))
+
+
+def test_a_stall_while_a_text_is_read_does_not_keep_others_from_it() -> None:
+    drafter = known(Account())
+    Reader(drafter, 50, slow=1000.0).step()
+    known(drafter)
+    text = Reader(drafter, 100)
+    assert any(text.step() for _ in range(4))
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.floats(0.1, 4.0)), min_size=1, max_size=40))
+@settings(max_examples=50, deadline=None)
+def test_no_sequence_of_rounds_makes_drafting_cost_more_than_a_few_percent(
+    rounds: list[tuple[int, float]],
+) -> None:
+    """Whatever a draft brings and costs, again and again, in texts of 200 tokens."""
+    drafter, took, got = Account(), 0.0, 0
+    outcomes = itertools.cycle(rounds)
+    for _ in range(40):
+        text = Reader(drafter, 20)
+        text.unread = 0
+        while text.got < 200:
+            tokens, cost = next(outcomes)
+            text.step(tokens=tokens, cost=cost)
+        text.state.end()
+        took, got = took + text.now, got + text.got
+    assert took <= 1.05 * got + 64
 
 
 def test_clients_cannot_make_it_remember_any_number_of_names() -> None:

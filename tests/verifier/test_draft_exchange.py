@@ -270,22 +270,6 @@ async def test_a_late_tree_is_ignored_and_the_next_is_used(socket: bool, client:
         assert tokens == plain[: len(tokens)]
 
 
-@CARRIERS
-async def test_the_first_tree_of_a_version_is_waited_for(socket: bool, client: Client) -> None:
-    """Nothing tells how long one of it takes: a larger model's take longer than a small one's."""
-    plain = await client.generate(PROMPT, None, **FIELDS)
-    async with client.new_drafter_service(socket=socket) as service:
-        name = await service.add(drafters.right(plain, len(PROMPT), depth=2))
-        created = await client.create(PROMPT, **FIELDS)
-        service.paused = []
-        call = await client.begin(created.handle, drafter=name, draft_timeout_ms=0)
-        step = asyncio.create_task(step_of(call, []))
-        await until(lambda: bool(service.paused))
-        await asyncio.sleep(4 * drafting._MIN_TIMEOUT)
-        await service.answer()
-        assert (await step).tree.tokens
-
-
 async def test_a_drafter_that_hangs_is_left(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("paceline.drafter")
 
+# Maximum wait of a round for hidden states that are in flight, deadline permitting.
 _STATES_SECONDS = 0.25
-"""Maximum wait of a round for hidden states that are in flight, deadline permitting."""
 
 
 @dataclass
@@ -59,8 +59,8 @@ class ServiceParts:
     max_sequences: int  # maximum number of open sequences of the whole service
     draining: bool = False  # No sequence is opened any more. Event loop.
     sequences: int = 0  # Sequences of the whole service, those being opened included. Event loop.
+    # Set whenever a sequence was closed. Event loop.
     closed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set whenever a sequence was closed. Event loop."""
 
 
 @dataclass(eq=False)
@@ -86,6 +86,7 @@ class _Sequence:
         message.ClearField("tokens")
         self.message = message
         self.attachment: _Attachment | None = None  # None if it is being opened
+        self.said_opened = False  # whether the verifier was told that it is open
         self.round: exchange_pb2.DraftRound | None = None  # the round that was not answered
         self.arrived = 0.0  # when the round came (time.monotonic)
         self.evicted = False  # whether its version was unloaded by force
@@ -116,8 +117,7 @@ class Connection:
         both are called on the event loop. Without a socket, messages travel over the stream.
         ``apart``: whether the verifier works on other cores.
         """
-        self.sequences: dict[int, _Sequence] = {}
-        """Open sequences by number, those that are being opened included."""
+        self.sequences: dict[int, _Sequence] = {}  # open, or being opened, by number
         self._parts = parts
         self._worker = parts.worker
         self._address = address
@@ -277,7 +277,8 @@ class Connection:
             self._prepare(sequence, sequence.attachment)
 
     def _attach(self, sequence: _Sequence, attachment: _Attachment) -> None:
-        """The sequence was opened at a version."""
+        """The sequence was opened at a version. The verifier is told once the prompt was read,
+        since it asks for a tree then and waits for it; or at once if it waits already."""
         if self._parts.metrics is not None:
             self._parts.metrics.opened(attachment.session)
         if self.sequences.get(sequence.number) is not sequence:
@@ -287,7 +288,17 @@ class Connection:
         if sequence.evicted:
             self._evicted(sequence)
             return
-        self._worker.catch_up(attachment.session)
+        if sequence.round is not None:
+            self._prepare(sequence, attachment)
+            return
+        opened = partial(self._say_opened, sequence, attachment)
+        self._worker.catch_up(attachment.session, opened)
+
+    def _say_opened(self, sequence: _Sequence, attachment: _Attachment) -> None:
+        """Tell the verifier, once, that trees of a sequence may be requested."""
+        if sequence.said_opened:
+            return
+        sequence.said_opened = True
         spec, drafter = attachment.version.spec, attachment.version.drafter
         self._outgoing.opened.add(
             sequence=sequence.number,
@@ -298,12 +309,11 @@ class Connection:
             kv_transport=attachment.session.kv_transport,
         )
         self._worker.flush_later(self._flush)
-        if sequence.round is not None:
-            self._prepare(sequence, attachment)
 
     def _prepare(self, sequence: _Sequence, attachment: _Attachment) -> None:
         """Draft the round: at once, or when hidden states have come, or at another version."""
         assert sequence.round is not None, "it has a round"
+        self._say_opened(sequence, attachment)
         version = attachment.version
         if (version.draining or version.failing) and self._replaceable(sequence, version):
             message = f"version {version.version!r} of drafter {version.spec.name!r} is replaced"

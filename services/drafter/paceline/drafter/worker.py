@@ -90,7 +90,7 @@ class DraftWorker:
         self._flushes: dict[Callable[[], None], None] = {}
         # Rounds that wait for their backlog, and sessions with a backlog but no round.
         self._prefilling: list[Job] = []
-        self._idle: dict[Session, None] = {}
+        self._idle: dict[Session, Callable[[], None]] = {}
         self._slice = SLICE
         # Sessions whose tree is being verified.
         self._ahead: dict[Session, None] = {}
@@ -162,10 +162,13 @@ class DraftWorker:
         """
         self._jobs.append(job)
 
-    def catch_up(self, session: Session) -> None:
-        """Process a session's backlog while no round is queued."""
+    def catch_up(self, session: Session, done: Callable[[], None] = lambda: None) -> None:
+        """Process a session's backlog while no round is queued, then call ``done``. It is not
+        called if a round comes first, or the session is closed."""
         if session.sequence.backlog > 0:
-            self._idle[session] = None
+            self._idle[session] = done
+        else:
+            done()
 
     def close(self, session: Session) -> None:
         """Close a session; its open rounds are dropped."""
@@ -216,8 +219,9 @@ class DraftWorker:
         if self._prefilling:
             self._prefill_slice()
             self._flush()
-        elif self._idle and not jobs:
+        elif self._idle:
             self._idle_slice()
+            self._flush()
         elif self._ahead and not jobs:
             self._draft_ahead()
 
@@ -304,11 +308,14 @@ class DraftWorker:
         self._serve([job])
 
     def _idle_slice(self) -> None:
-        """Process one slice of the backlog of a session without a round."""
+        """Process one slice of the backlog of a session without a round. After an error the rest is
+        left to its next round, which says what was wrong."""
         session = next(iter(self._idle))
-        del self._idle[session]
+        done = self._idle.pop(session)
         if self._run_logged(lambda: self._warm(session)):
-            self.catch_up(session)
+            self.catch_up(session, done)
+        else:
+            done()
 
     def _warm(self, session: Session) -> float:
         """Process one slice of a backlog; returns the time that it took. Unit: seconds."""

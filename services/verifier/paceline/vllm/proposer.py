@@ -26,8 +26,9 @@ from paceline.verifier.engine.drafted import (
     StepTimes,
     TracedRounds,
 )
-from paceline.verifier.engine.drafting import Drafting, Link
+from paceline.verifier.engine.drafting import Drafting
 from paceline.verifier.engine.drafting_lock import DraftingLock
+from paceline.verifier.engine.links import Link
 from paceline.verifier.exchange_service import ExchangeService, serve
 from paceline.verifier.metrics import RoundMetrics
 from paceline.verifier.rpc.messages import read_tree
@@ -215,9 +216,9 @@ class PacelineProposer:
             text.found = text.look_up(nodes)
             if text.found:
                 self._scheduler.budget_sent(text, nodes)
-        if (name := drafting.name_of(text)) is None or not text.drafter_adds(text.found):
+        if (name := drafting.name_of(text)) is None or not (nodes := self._budget(text, name)):
             return
-        if not (nodes := self._budget(text, name)):
+        if not (self._always or self._scheduler.asks(text, text.found)):
             return
         text.no_draft = NoDraft.EMPTY
         text.timeout, wait = self._times(text)

@@ -14,12 +14,11 @@ from paceline.tree import EMPTY, TokenTree
 from paceline.tree import merge as merge_trees
 
 if TYPE_CHECKING:
-    from paceline.verifier.engine.drafting import SequenceAtDrafter
+    from paceline.verifier.engine.links import SequenceAtDrafter
     from paceline.verifier.engine.local import LocalGuesses
     from paceline.verifier.grammar import Guide
 
 NONE = "none"  # the drafter of a generation that wants none
-_MEMORY = 0.9  # weight of the earlier trees in the mean of a drafter's expected accepted tokens
 # Maximum confidence that is used. Calibration raises survivals to a power, which keeps 1 at 1.
 _MAX_CONFIDENCE = 0.98
 
@@ -257,8 +256,6 @@ class DraftedText:
         self.no_draft = NoDraft.NO_DRAFTER  # why there is no tree
         self.local: LocalGuesses | None = None  # the verifier's own guesses; None if it makes none
         self.guess = EMPTY  # the local tree, which a drafter's tree is merged with
-        # Mean expected accepted length of the drafter's recent trees; 0 if there was none.
-        self.expected = 0.0
         self.at_drafter: SequenceAtDrafter | None = None  # None if it is open at no service
         self.call: DraftCall | None = None  # the request of a tree, in a traced round
         self.retry_at = 0.0  # when it may be opened at a drafter again after a failure
@@ -297,17 +294,9 @@ class DraftedText:
         """Whether a drafter service made the tree of the next step, or a part of it."""
         return self.draft is not None and self.draft.drafter != LOCAL
 
-    def drafter_adds(self, local: TokenTree) -> bool:
-        """Whether a drafter's tree is expected to be accepted further than a ``local`` one."""
-        return not self.expected or sum(local.survivals) < self.expected
-
     def merge_guess(self, tree: TokenTree, nodes: int) -> TokenTree:
         """A drafter's tree, and the local one, as one tree of at most so many nodes."""
-        if not len(tree):
-            return tree
-        memory = _MEMORY if self.expected else 0.0
-        self.expected = memory * self.expected + (1 - memory) * sum(tree.survivals)
-        if tree.proposals or not len(self.guess):
+        if not len(tree) or tree.proposals or not len(self.guess):
             return tree
         return merge_trees(self.guess, tree, nodes=nodes, depth=self.text.room - 1)
 

@@ -412,24 +412,23 @@ class Engine:
         """Request the next tree of a generation, or queue its next step, if it has credits."""
         if not job.credits:
             return  # until it is granted more
-        now = perf_counter()
-        nodes = budget or 0
+        scheduler, nodes, asked = self._scheduler, budget or 0, False
         if budget == 0 and job.always_draft:
             nodes = self._node_budget
         self._guess(job)
-        asked = False
         if budget is None:
             job.no_draft = NoDraft.NO_DRAFTER if job.local is None else NoDraft.EMPTY
-        elif not nodes:
-            job.no_draft = NoDraft.NODE_BUDGET
-        elif job.text.room <= 1:
+        elif nodes and job.text.room <= 1:
             job.no_draft = NoDraft.LAST_TOKEN
-        elif not job.always_draft and not job.drafter_adds(job.guess):
-            nodes = 0
+        elif nodes and (job.always_draft or scheduler is None or scheduler.asks(job, job.guess)):
+            asked = self._drafting.ask(job, nodes, perf_counter())
         else:
-            asked = self._drafting.ask(job, nodes, now)
-        if self._scheduler is not None and (asked or not nodes):
-            self._scheduler.budget_sent(job, nodes)
+            job.no_draft, nodes = NoDraft.NODE_BUDGET, 0
+        if scheduler is not None:
+            if not asked and job.at_drafter is not None and job.at_drafter.opened is None:
+                scheduler.opening(job)
+            elif asked or not nodes:
+                scheduler.budget_sent(job, nodes)
         if not asked:
             use_guess(job)
             self._queue.add(job)

@@ -7,14 +7,16 @@ passed, whether in the draft, on the way, in a queue or in the step. The differe
 
 A sequence drafts while its balance is above 0. Gains change the balance; in plain decoding it rises
 by a small share of the emitted tokens. So drafting that does not pay costs at most that share of
-the time, and drafting that pays goes on. This needs no schedule of explorations, and a method that
-seldom drafts but then gains much (``ngram``) pays for its failed attempts itself.
+the time, and a method that seldom drafts but then gains much pays for its failed attempts itself.
 
 A drafter has a balance too, which changes with all of its sequences: a new sequence begins with at
 most that. A sequence whose drafting has ended tries again soon if the drafter pays elsewhere (its
-texts have places that it knows), and late if it pays nowhere. The rules were chosen on recorded
-rounds (``paceline bench replay``): records of trials, and allowances for sequences that draft
-beside others, made nothing faster.
+texts have places that it knows), and late if it pays nowhere.
+
+Where the verifier's own tree promises more than a round with a draft, none is asked for, and a
+drafter that would have to read a long text first is given it only if its drafts should gain more
+than that. Both compare what rounds of the drafter brought and took, in this text and others. The
+rules were chosen on recorded rounds (``paceline bench replay``).
 
 A sequence for which several drafters draft in turn has a balance with each of them. A round counts
 for the drafter whose tree was verified; to the others its tokens are plain ones.
@@ -39,6 +41,10 @@ _MAX = 32.0  # maximum balance: what a change for the worse can cost. Unit: plai
 # Minimum balance, which bounds the time until the next attempt: the same after a round of a drafter
 # that was paying, because a stall of the machine must not end drafting for long. Unit: plain tokens
 _MIN, _MIN_IF_PAYING = -400.0, -1.0
+_NEWEST = 0.1  # weight of the newest round in what a round brings and costs
+_READ = 0.25  # weight of the newest text in what reading costs
+_FEW = 32  # tokens of a text after which its own drafts tell what they gain in it
+_MARGIN = 2.0  # what drafts are expected to gain in a text that is read, over the time for that
 _NAMES = 64  # drafter names that are remembered; clients choose names
 _STALE = 1000  # steps beside drafting at a load after which plain decoding is measured again
 _MAX_EXPONENT = 100.0
@@ -53,11 +59,22 @@ class Account:
     # temperature of DSpark 3.2.1, found online. It keeps the order of a tree's nodes.
     exponent: float = 1.0
     nodes: float = float(MAX_NODES)  # maximum number of nodes that are worth drafting
+    # What a drafted round brings and takes beyond a plain one. Unit: plain tokens.
+    tokens: float = 1.0
+    cost: float = 0.0
+    # What the other steps lose while the drafter reads a text. Unit: plain tokens for each token.
+    reading: float = 0.0
+    emitted: float = 0.0  # tokens of a text. Unit: tokens
 
     @property
     def paying(self) -> bool:
         """Whether drafting has gained in all."""
         return self.balance > _START
+
+    def verified(self, tokens: float, passed: float) -> None:
+        """A round with a tree brought so many tokens in the time of ``passed`` plain ones."""
+        self.tokens += _NEWEST * (tokens - 1.0 - self.tokens)
+        self.cost += _NEWEST * (passed - 1.0 - self.cost)
 
     def drafted(self, gain: float, *, paying: bool) -> None:
         """A round with a draft gained so many plain tokens; ``paying``: the drafter had gained."""
@@ -84,13 +101,20 @@ class Account:
 class SequenceState:
     """The controller's state of one sequence with one drafter."""
 
-    def __init__(self, drafter: Account, now: float) -> None:
-        """Begin with the account of the drafter; ``now`` is the reading of the plain clock."""
+    def __init__(self, drafter: Account, now: float, length: int) -> None:
+        """Begin with the account of the drafter, for a text of ``length`` tokens; ``now`` is the
+        reading of the plain clock."""
         self.own = replace(drafter, balance=min(_START, drafter.balance))  # its account
         self.drafting = False  # whether its round has a draft, or the round before had one
         # Net tokens that this sequence's drafting has cost the other sequences since its last
         # answer.
         self.owed = 0.0
+        self.reading = False  # whether its drafter reads the text
+        self._opened = False  # whether it has begun to
+        self._length = length
+        self._missed = 0.0  # what drafts would have gained meanwhile. Unit: plain tokens.
+        self._emitted = 0  # tokens so far
+        self._lost = 0.0  # what the reading has cost. Unit: plain tokens.
         self._drafter = drafter
         self._began = now
         self._suspended = True
@@ -101,8 +125,36 @@ class SequenceState:
         """Whether it drafts."""
         return self.own.balance > 0
 
+    @property
+    def busy(self) -> bool:
+        """Whether its drafter may work beside a step."""
+        return self.drafting or self.reading
+
+    def asks(self, local: float) -> bool:
+        """Whether a tree is worth its time where the verifier's own is expected to bring ``local``
+        tokens: with it (1 + tokens) / (1 + cost) tokens come in the time of one, without 1 + local.
+
+        A drafter reads the text first. It begins if drafts are expected to gain what that costs: as
+        much for each token as they would have so far, in a text as long as others or twice as long
+        as it is.
+        """
+        own = self.own
+        if max(own.tokens, own.cost) - local < own.cost * (1.0 + local):
+            return False
+        if not self._opened:
+            self._missed += max(_SHARE, own.tokens - own.cost)
+            more = max(1.0, self._drafter.emitted / (self._emitted + _FEW))
+            return self._missed * more >= _MARGIN * self._drafter.reading * self._length
+        return True
+
+    def opening(self, now: float) -> None:
+        """The drafter reads the text beside the next step, which is a plain one."""
+        self._opened = self.reading = True
+        self._began = now
+
     def requested(self, now: float, budget: int) -> None:
         """A tree was requested with this budget; 0: the next step is plain."""
+        self._opened |= budget > 0
         self._began = now
         if budget > 0 and self._suspended and self.own.balance < _START:
             # An attempt after a suspension counts on the drafter's own confidences: by those that
@@ -113,14 +165,20 @@ class SequenceState:
 
     def answered(self, now: float, emitted: int, *, tree: bool) -> None:
         """A step, with a tree or without, gave it tokens at a reading of the plain clock."""
-        drafter = self._drafter
-        if self.drafting or tree:
-            self._drafted(emitted - (now - self._began) - self.owed)
+        drafter, passed = self._drafter, now - self._began + self.owed
+        self._emitted += emitted
+        if self.reading:
+            self._read(min(passed, OUTLIER) - 1.0)
+        elif self.drafting or tree:
+            self._drafted(emitted - passed)
         else:
             self._decoded(emitted)
+        if tree:
+            self.own.verified(emitted, passed)
+            drafter.verified(emitted, passed)
         drafter.nodes, drafter.exponent = self.own.nodes, self.own.exponent
         # The round after a tree counts too: the way back to plain decoding is part of its cost.
-        self.drafting = tree
+        self.drafting, self.reading = tree, False
         self._began, self.owed = now, 0.0
 
     def passed_over(self, now: float, emitted: int) -> None:
@@ -137,6 +195,7 @@ class SequenceState:
         """A round with a draft gained so many plain tokens."""
         drafter, before = self._drafter, self.own.balance
         paying = drafter.paying
+        self._end_reading()
         self.own.drafted(gain, paying=paying)
         drafter.drafted(gain, paying=paying)
         if self.own.paying:
@@ -144,9 +203,25 @@ class SequenceState:
         elif self.own.balance <= 0 < before:
             self._share = max(_LEAST_IF_PAYING, self._share / 2)
 
+    def end(self) -> None:
+        """The text has ended."""
+        self._drafter.emitted += _READ * (self._emitted - self._drafter.emitted)
+
+    def _read(self, lost: float) -> None:
+        """A step beside which the drafter read took longer by so many plain tokens."""
+        self._lost += lost
+        self._drafter.reading = max(self._drafter.reading, self._lost / self._length)
+
+    def _end_reading(self) -> None:
+        """The drafter has read the text, if it did."""
+        if self._lost:
+            cost, self._lost = max(0.0, self._lost) / self._length, 0.0
+            self._drafter.reading += _READ * (cost - self._drafter.reading)
+
     def _decoded(self, emitted: int) -> None:
         """A plain round emitted so many tokens."""
         drafter = self._drafter
+        self._end_reading()
         self.own.decoded((self._share if drafter.paying else _SHARE) * emitted)
         drafter.decoded(_SHARE * emitted)
 

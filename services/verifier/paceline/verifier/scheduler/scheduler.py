@@ -153,7 +153,7 @@ class Scheduler:
         if self._lockstep:
             plain = not any(counts)
         else:
-            plain = not away and not drafted and not any(state.drafting for state in states)
+            plain = not away and not drafted and not any(state.busy for state in states)
         self._plan = _Plan(
             jobs,
             [sum(each[:count]) for each, count in zip(survivals, counts, strict=True)],
@@ -327,10 +327,19 @@ class Scheduler:
         """The next tree was requested with this budget; 0: the next step is plain."""
         self._state(job).requested(self._clock.now, budget)
 
+    def asks(self, job: DraftedText, local: TokenTree) -> bool:
+        """Whether a tree of its drafter is worth its time beside a ``local`` one."""
+        return self._state(job).asks(sum(local.survivals))
+
+    def opening(self, job: DraftedText) -> None:
+        """Its drafter reads the text beside the next step, which has no tree of it."""
+        self._state(job).opening(self._clock.now)
+
     def forget(self, text: Text, drafter: str | None = None) -> None:
         """A text has ended; or only what it learnt of a drafter is dropped."""
         if drafter is None:
-            self._states.pop(text, None)
+            for state in self._states.pop(text, {}).values():
+                state.end()
         elif (named := self._states.get(text)) is not None:
             named.pop(drafter, None)
 
@@ -365,15 +374,15 @@ class Scheduler:
         payers = list(zip(here, plan.nodes, strict=True))
         if not any(plan.nodes):
             states = (each for named in self._states.values() for each in named.values())
-            payers = [(state, 1) for state in states if state.drafting]
+            payers = [(state, 1) for state in states if state.busy]
         _share(max(0.0, passed - 1.0), here, payers)
 
     def _state(self, job: DraftedText, drafter: str | None = None) -> SequenceState:
         """The state of a text with a drafter, by default with the one that it has now."""
         named, name = self._states.setdefault(job.text, {}), drafter or job.drafted_by
         if (state := named.get(name)) is None:
-            state = SequenceState(self._drafters.of(name or ""), self._clock.now)
-            named[name] = state
+            account = self._drafters.of(name or "")
+            state = named[name] = SequenceState(account, self._clock.now, len(job.text))
         return state
 
 
