@@ -20,7 +20,6 @@ from verifier_support import CARRIERS, VOCAB, Client, fallbacks_of, serving, tok
 from paceline.service import OptionsError, ServiceError, limits
 from paceline.service.exchange import request_files
 from paceline.v1 import drafter_pb2, exchange_pb2, exchange_pb2_grpc, verifier_pb2
-from paceline.verifier.engine.links import Link
 from paceline.verifier.rpc import exchange
 
 PROMPT = [3, 1, 4, 1, 5]
