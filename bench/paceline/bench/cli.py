@@ -38,7 +38,7 @@ _OF_EXPERIMENTS = {
 }
 _LLAMA_PROGRAMS = ("llama_server", "llama_bench", "llama_perplexity", "ik_llama_python")
 _PARTS = {
-    "llama_model": (*_LLAMA_PROGRAMS, "llama_modes"),
+    "llama_model": (*_LLAMA_PROGRAMS, "llama_modes", "llama_draft"),
     "openvino_model": ("openvino_python",),
     "vllm_python": ("vllm_drafter",),
 }  # options that have no effect without another one
@@ -150,6 +150,8 @@ def _add_table(option: Any) -> None:
     option("--llama-model", type=Path, nargs="*", default=[], metavar="GGUF", help=text)
     text = "types of llama.cpp's speculation; default: ngram-mod"
     option("--llama-modes", nargs="*", default=["ngram-mod"], metavar="TYPE", help=text)
+    text = "smaller model that drafts for llama.cpp, 4 tokens at a time"
+    option("--llama-draft", type=Path, metavar="GGUF", help=text)
     _add_rivals(option)
     option(
         "--vllm-drafter", action="append", default=[], metavar="NAME=METHOD[:DIR][,KEY=VALUE...]",

@@ -341,9 +341,15 @@ class LibraryProcess:
 
 
 def llama_server(
-    program: str, model: Path, modes: Sequence[str], users: int, *, every: int = 1
+    program: str,
+    model: Path,
+    modes: Sequence[str],
+    users: int,
+    *,
+    draft: Path | None = None,
+    every: int = 1,
 ) -> Server:
-    """``llama-server`` on one GGUF file, by mode of n-gram speculation.
+    """``llama-server`` on one GGUF file, by mode of n-gram speculation, and with a draft model.
 
     A prompt is read anew each time. At temperature 0.7 no filter is applied, as in the others.
     """
@@ -351,6 +357,8 @@ def llama_server(
     command += ["-np", str(users), "-c", str(8192 if users == 1 else 2048 * users)]
     command += ["--no-cache-prompt", "--top-k", "0", "--top-p", "1", "--min-p", "0"]
     kinds = {NONE: command, **{mode: [*command, "--spec-type", mode] for mode in modes}}
+    if draft is not None:
+        kinds["draft model"] = [*command, "--model-draft", str(draft), "--draft-max", "4"]
     return Server(
         f"llama.cpp {_format(model)}", kinds, every, lambda schema: {"json_schema": schema}
     )

@@ -295,7 +295,9 @@ def contestants(
     program = args.llama_server or shutil.which("llama-server")
     for place, file in enumerate(args.llama_model if program else ()):
         every = 1 if place == 0 else 2
-        yield llama_server(str(program), file, args.llama_modes, phase.users, every=every)
+        yield llama_server(
+            str(program), file, args.llama_modes, phase.users, draft=args.llama_draft, every=every
+        )
     if args.vllm_python and models.target.is_dir() and not phase.temperature:
         drafters = dict(each.split("=", 1) for each in args.vllm_drafter)
         modes = [NONE, NGRAM, LOOKUP, *(f"paceline {name}" for name in drafters)]
