@@ -68,7 +68,7 @@ levels: setup
 # between any two parallel regions.
 SANITIZE ?= address,undefined
 SANITIZED := $(addprefix tests/kernels/test_,$(addsuffix .py,attention backends invariance levels \
-	linear noise quantised rejection rows sampling sampling_extremes structures)) \
+	linear quantised rejection rows sampling sampling_extremes structures)) \
 	tests/decoder/test_program.py tests/decoder/test_experts.py tests/drafter/test_model_methods.py \
 	tests/verifier/test_recurrent.py
 sanitize: setup

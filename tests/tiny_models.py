@@ -1,57 +1,62 @@
-"""Random tiny targets of every family, and a tokenizer for all of them."""
+"""The factory of tiny random models of every family, and a tokenizer for all of them."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    MistralConfig,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen3Config,
-)
 
 from paceline.train.blocks import store_blocks
 
 VOCABULARY = 320
-_SHAPE: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048,
     # Wider than usual, so that the next token depends on the text and repeats are rare.
-    "initializer_range": 0.25,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
+    "initializer_range": 0.25, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
 LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
 }  # fmt: skip
-FAMILIES: dict[str, Any] = {
-    "llama": LlamaConfig(**_SHAPE, rope_parameters=LLAMA3_ROPE),
-    "mistral": MistralConfig(**_SHAPE, sliding_window=40),
-    "qwen2": Qwen2Config(**_SHAPE, tie_word_embeddings=True),
-    "qwen3": Qwen3Config(**_SHAPE, head_dim=32),
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
+    "mistral": ("Mistral", {"sliding_window": 40}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"head_dim": 32}),
 }
 # Heads of a CPU have multiples of 16 elements.
-_SMALL = LlamaConfig(**{**_SHAPE, "hidden_size": 32, "num_hidden_layers": 1, "head_dim": 16})
+_SMALL = ("Llama", {"hidden_size": 32, "num_hidden_layers": 1, "head_dim": 16})
+
+
+def make_model(
+    folder: Path,
+    family: str,
+    *,
+    dtype: str = "float32",
+    seed: int = 0,
+    spread: Callable[[torch.nn.Module], None] | None = None,
+    max_shard_size: str = "50GB",
+    **shape: Any,
+) -> Path:
+    """A random model of a family of transformers, whose weights a function may change."""
+    torch.manual_seed(seed)
+    text = f"{family}Text" if family in ("Gemma3", "Qwen3_5") else family
+    config = getattr(transformers, f"{text}Config")(**SHAPE | shape)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    if spread is not None:
+        spread(model)
+    model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_shard_size)
+    return folder
 
 
 def write_model(name: str, folder: Path) -> None:
-    """A random model of a family, or of the small drafter, in fp32."""
-    torch.manual_seed(sum(map(ord, name)))
-    model = AutoModelForCausalLM.from_config(FAMILIES.get(name, _SMALL), dtype=torch.float32)
-    model.save_pretrained(folder)
+    """A random model of one of the `FAMILIES`, or of the small drafter."""
+    family, shape = FAMILIES.get(name, _SMALL)
+    make_model(folder, family, seed=sum(map(ord, name)), **shape)
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -62,10 +67,10 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
 
 
-def train_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenizerFast:
+def train_tokenizer(texts: Iterable[str], vocabulary: int) -> transformers.PreTrainedTokenizerFast:
     """Learn a byte-level BPE whose id 0 both opens and ends a text."""
     end, bytelevel = "<|endoftext|>", pre_tokenizers.ByteLevel
     tokenizer = Tokenizer(models.BPE())
@@ -75,19 +80,21 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenize
         vocab_size=vocabulary, special_tokens=[end], initial_alphabet=bytelevel.alphabet()
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=end, eos_token=end)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=end, eos_token=end
+    )
 
 
-def write_target(folder: Path, texts: Iterable[str], seed: int = 0) -> PreTrainedTokenizerFast:
+def write_target(
+    folder: Path, texts: Iterable[str], seed: int = 0
+) -> transformers.PreTrainedTokenizerFast:
     """A random llama in 8-bit blocks, and a tokenizer that is learnt from texts."""
     tokenizer = train_tokenizer(texts, VOCABULARY)
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=32, max_position_embeddings=512,
-        tie_word_embeddings=True, bos_token_id=0, eos_token_id=0,
+    make_model(
+        folder, "Llama", dtype="bfloat16", seed=seed, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=32, max_position_embeddings=512, tie_word_embeddings=True, initializer_range=0.02,
+        bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     store_blocks(folder)
     return tokenizer

@@ -82,13 +82,6 @@ def test_results_are_written_and_failures_do_not_stop_the_others(
     assert "took more than 0.05 seconds" in gpu.run("bits", "cpu", 0, 0.05)["error"]
 
 
-def test_it_needs_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:  # type: ignore[type-arg]
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["gpu"])
-    assert gpu.main() == 2
-    assert "needs a CUDA device" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted({*gpu.MEASUREMENTS} - {"bits"}))
 def test_a_measurement_ends_well_on_a_cpu(name: str) -> None:

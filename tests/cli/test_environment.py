@@ -1,18 +1,20 @@
 """Commands in any environment: streams that are closed or that nobody reads, few open files,
 proxies, other encodings, folders that cannot be written."""
 
+import io
 import os
-import pwd
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from paceline.cli import progress
 from paceline.cli.environment import MIN_FILES, prepared
-from paceline.client import Client
 from paceline.harness import ServiceProcess
 
 PACELINE = (sys.executable, "-m", "paceline.cli.main")
@@ -163,14 +165,33 @@ def test_the_users_folders_need_not_exist(address: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_user_may_have_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one that the list of users lacks, in a container."""
-    for name in ("HOME", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
-    with pytest.raises(RuntimeError):
-        Path.home()
-    Client()
-    with prepared():
-        assert not Path.home().exists()
-    monkeypatch.delenv("HOME")
+def test_without_a_terminal_lines_come_from_time_to_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_FIRST", 0.01)
+    monkeypatch.setattr(progress, "_EVERY", 0.01)
+    said: list[str] = []
+    twice = threading.Event()
+
+    def say(line: str) -> None:
+        said.append(line)
+        if len(said) == 2:
+            twice.set()
+
+    with progress.waiting(lambda: f"step {len(said)}", say):
+        assert twice.wait(60)
+    assert said[:2] == ["step 0: 0 s so far", "step 1: 0 s so far"]
+
+
+def test_what_ends_soon_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress.waiting(lambda: "a moment"):
+        pass
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_terminal_shows_a_bar_and_clears_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    terminal = Console(file=screen, force_terminal=True, width=100)
+    monkeypatch.setattr(progress, "Console", lambda **_: terminal)
+    with progress.waiting(lambda: "reading [the] weights"):
+        pass
+    assert "reading [the] weights" in screen.getvalue()
+    assert "\x1b[2K" in screen.getvalue(), "the line is cleared"

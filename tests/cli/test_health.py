@@ -1,15 +1,24 @@
-"""`paceline health`, and the environment variables that name a deployment once."""
+"""`paceline health`, `paceline doctor`, and the variables that name a deployment once."""
 
+import json
+import os
+import platform
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
+import torch
 from grpc_health.v1 import health, health_pb2_grpc
 
+from cli.test_main import run_client_only
 from paceline.cli.main import main
 from paceline.harness import ServiceProcess
+from paceline.kernels import cpu_kernels
 
 
 def test_a_serving_service(registry: ServiceProcess, capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,3 +68,74 @@ def test_the_environment_sets_address_and_token(
     assert main(["drafters", "list"]) == 0
     monkeypatch.setenv("PACELINE_TOKEN", "wrong")
     assert main(["drafters", "list"]) == 1, "PACELINE_TOKEN overrides the file"
+
+
+DEMO = Path(__file__).parents[2] / "models" / "demo"
+
+
+def doctor(*words: str, level: str = "", **variables: str) -> str:
+    environment = {name: value for name, value in os.environ.items() if "MAX_CPU_ISA" not in name}
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline.cli.main", "doctor", *words],
+        env=environment | {"PACELINE_CPU_LEVEL": level} | variables,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def facts(level: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(doctor("--json", level=level))
+    return found
+
+
+def test_the_machine_the_install_and_compiled_kernels() -> None:
+    found = facts(cpu_kernels().level)
+    assert found["python"] == platform.python_version()
+    assert found["packages"]["torch"] == torch.__version__
+    assert found["processor"]["cores"] == os.cpu_count()
+    assert found["memory"]["total"] >= found["memory"]["available"] > 0
+    assert found["missing"] == {}
+    assert len(found["gpus"]) == torch.cuda.device_count()
+    assert found["kernels"]["level"] == cpu_kernels().level
+    assert found["kernels"]["error"] == ""
+    assert "no service starts" not in str(found["notes"])
+
+
+def test_missing_kernels_are_noted(tmp_path: Path) -> None:
+    without = {"CC": "/nonexistent", "XDG_CACHE_HOME": str(tmp_path)}
+    found = json.loads(doctor("--json", **without))
+    assert found["kernels"]["level"] == ""
+    (note,) = (note for note in found["notes"] if "no service starts" in note)
+    assert "Install gcc" in note
+    assert "wheel" in note
+
+
+def test_a_verifier_without_kernels_ends_with_one_error(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "paceline.cli.main", "verifier", "--address=127.0.0.1:0"),
+            f"--target={DEMO / 'target'}",
+        ],
+        env=os.environ | {"CC": "/nonexistent", "XDG_CACHE_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    (error,) = (line for line in done.stderr.splitlines() if "ERROR" in line)
+    assert "cannot serve: the CPU kernels are not compiled" in error
+    assert "Traceback" not in done.stderr
+
+
+def test_an_unsupported_level_is_a_note() -> None:
+    assert "no service starts: PACELINE_CPU_LEVEL is 'mmx'" in doctor(level="mmx")
+
+
+def test_an_installation_of_the_client_alone() -> None:
+    done = run_client_only("doctor", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert "torch" in found["missing"]["server"]
+    assert "kernels" not in found
+    assert any("pip install 'paceline[server]'" in note for note in found["notes"])

@@ -69,14 +69,6 @@ def test_a_missing_extra_is_named(words: list[str], extra: str) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("name", [command.name for command in COMMANDS])
-def test_each_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main([name, "--help"])
-    assert ended.value.code == 0
-    assert f"usage: paceline {name}" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("words", [[], ["nonsense"], ["verifier"], ["drafters", "nonsense"]])
 def test_a_wrong_command_line_is_refused(
     words: list[str], capsys: pytest.CaptureFixture[str]

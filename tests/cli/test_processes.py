@@ -31,24 +31,18 @@ def test_it_serves_in_the_block_and_leaves_nothing(target: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "address", "message"),
+    ("command", "message"),
     [
-        ("verifier --target /nowhere/at/all", "127.0.0.1:0", "/nowhere/at/all"),
-        ("verifier", "127.0.0.1:0", "--target"),
-        ("verifier --target {target}", "0.0.0.0:0", "without TLS and a token"),
-        ("verifier --target {target} --threads 0", "127.0.0.1:0", "--threads"),
-        ("verifier --target {target} --lease-seconds -1", "127.0.0.1:0", "lease_seconds"),
-        ("verifier --target {target} --token-file /nowhere", "127.0.0.1:0", "token file"),
-        ("drafter --load x=no-such-method", "127.0.0.1:0", "no-such-method"),
-        ("drafter --load x=ngram,no_such_option=1", "127.0.0.1:0", "no_such_option"),
-        (f"drafter --verifier-tls-ca {__file__}", "127.0.0.1:0", "no PEM certificates"),
+        ("verifier --target /nowhere/at/all", "/nowhere/at/all"),
+        ("verifier", "--target"),
+        ("drafter --load x=no-such-method", "no-such-method"),
+        ("drafter --load x=ngram,no_such_option=1", "no_such_option"),
+        (f"drafter --verifier-tls-ca {__file__}", "no PEM certificates"),
     ],
 )
-def test_a_failed_start_reports_why_with_code_2(
-    target: Path, command: str, address: str, message: str
-) -> None:
+def test_a_failed_start_reports_why_with_code_2(target: Path, command: str, message: str) -> None:
     kind, *arguments = command.format(target=target).split()
-    process = ServiceProcess(kind, arguments, address=address)  # type: ignore[arg-type]
+    process = ServiceProcess(kind, arguments)  # type: ignore[arg-type]
     with pytest.raises(ProcessFailed, match="ended with code 2") as failed, process:
         pytest.fail("it started")
     assert message in str(failed.value)

@@ -104,18 +104,6 @@ def test_drafters_fit_every_format_of_their_target(
     assert shipped.drafters_for(path)[0].startswith("dspark="), "the format that it was packed in"
 
 
-def test_a_large_gguf_file_in_blocks_has_a_default(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shipped, "_LARGE", 1)
-    monkeypatch.setattr(shipped, "models_folder", lambda: None)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    folder = for_gguf(target, tmp_path / "target")
-    file = write_gguf(tmp_path / "blocks.gguf", folder, Kind.Q8_0)
-    specs = shipped.drafters_for(file)
-    assert specs == ["ngram=ngram", f"selfspec=selfspec:{file},weights=int4"]
-
-
 @pytest.fixture(scope="module")
 def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the model `large`, and `small` with the same tokenizer."""

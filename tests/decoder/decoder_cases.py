@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tiny_models import make_model
 from torch import Tensor
 
 from paceline.convert import load_decoder
@@ -97,17 +98,18 @@ def save_model(folder: Path, name: str, *, max_shard_size: str = "50GB", **chang
         options["rope_parameters"] = {"rope_theta": 10000.0, "rope_type": "default"} | rope
     if family in ("Qwen2", "Granite"):
         options.pop("head_dim")
-    torch.manual_seed(sum(name.encode()))
-    made = f"{family}Text" if family in ("Gemma3", "Qwen3_5") else family
-    config = getattr(transformers, f"{made}Config")(**options)
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    seed = sum(name.encode())
+    return make_model(
+        folder, family, seed=seed, spread=_spread, max_shard_size=max_shard_size, **options
+    )
+
+
+def _spread(model: torch.nn.Module) -> None:
     for parameter in model.parameters():
         if parameter.dim() >= 2:
             torch.nn.init.normal_(parameter, 0.0, 0.15)
         else:  # norms and biases: anything but their neutral start
             parameter.data += 0.2 * torch.randn_like(parameter)
-    model.save_pretrained(folder, max_shard_size=max_shard_size)
-    return folder
 
 
 def changed(

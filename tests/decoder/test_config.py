@@ -175,20 +175,6 @@ def test_a_driver_that_is_too_old_is_named(
         find(name)
 
 
-def test_a_service_that_shares_a_gpu_is_told_whether_it_takes_turns(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    with_gpus(monkeypatch, 1)
-    caplog.set_level(logging.INFO, "paceline.device")
-    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
-    find_device("auto")
-    assert "no MPS" in caplog.text
-    caplog.clear()
-    (tmp_path / "control").touch()
-    find_device("auto")
-    assert "no MPS" not in caplog.text
-
-
 ROPE = {"type": "yarn", "factor": 4.0}
 
 

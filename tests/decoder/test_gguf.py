@@ -1,4 +1,6 @@
-"""GGUF files: the models of their folders, the values of their blocks, and damage."""
+"""GGUF files: the models of their folders, the values of their blocks, damage, and their format."""
+
+from __future__ import annotations
 
 import json
 import shutil
@@ -22,10 +24,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from paceline.convert import (
     Packer,
+    fastest,
     load_config,
     load_decoder,
     open_model,
     prepare,
+    store,
     weights_fingerprint,
 )
 from paceline.convert.gguf_file import GgufFile, GgufTensor, converts, decode
@@ -464,3 +468,47 @@ def test_experts_of_a_file_that_do_not_fit_are_named(
     file = write_gguf(tmp_path / "model.gguf", folder)
     with pytest.raises(UnsupportedModelError, match=rf"model\.gguf: .*{message}"):
         load_config(file)
+
+
+@pytest.fixture
+def blocks(tmp_path: Path) -> Path:
+    return write_gguf(tmp_path / "model.gguf", save_model(tmp_path / "model", "llama"), Kind.Q4_1)
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float]) -> None:
+    """Passes take so long, by the format of the first matrix, here and not in a child."""
+    monkeypatch.setattr(store, "run_in_child", lambda work, *_, progress, **__: work(progress))
+    monkeypatch.setattr(fastest, "_SMALL", 0)
+    monkeypatch.setattr(fastest, "_pass", lambda matrices, *_: seconds[matrices[0].format])
+
+
+@pytest.mark.parametrize(("rotated", "expected"), [(0.9, "int8"), (0.97, "gguf"), (1.1, "gguf")])
+def test_auto_takes_int8_where_it_is_faster_and_keeps_it(
+    blocks: Path, monkeypatch: pytest.MonkeyPatch, rotated: float, expected: str
+) -> None:
+    measured(monkeypatch, {"int4": 1.0, "rotated": rotated})
+    assert prepare(blocks).description.config.weights == expected
+    assert prepare(blocks, "stored").description.config.weights == "gguf"
+    measured(monkeypatch, {})  # to measure again would fail
+    assert prepare(blocks).description.config.weights == expected
+
+
+def test_nothing_is_measured_for_a_small_file_or_without_memory(
+    blocks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert prepare(blocks).description.config.weights == "gguf"
+    blocks.touch()  # another entry
+    measured(monkeypatch, {})
+    monkeypatch.setattr(fastest, "_free_bytes", lambda: 0)
+    assert prepare(blocks).description.config.weights == "gguf"
+
+
+def test_a_model_without_a_form_in_8_bits_stays_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """84 inputs are no multiple of 8, and of no block either: that matrix is stored in floats."""
+    folder = save_model(tmp_path / "model", "llama", intermediate_size=84)
+    kinds = {f"blk.{layer}.ffn_down.weight": Kind.F32 for layer in range(4)}
+    file = write_gguf(tmp_path / "model.gguf", folder, Kind.Q4_1, kinds)
+    monkeypatch.setattr(fastest, "_SMALL", 0)
+    assert prepare(file).description.config.weights == "gguf"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,6 @@ from paceline.decoder.products import (
     FIXED_ROWS,
     SLICES,
     fix_products,
-    use_library_without_splits,
 )
 from paceline.kernels import linear as linear_module
 from paceline.kernels.linear import multiply_floats
@@ -171,31 +170,3 @@ def test_a_gpu_is_described_by_what_its_products_depend_on(monkeypatch: pytest.M
     monkeypatch.setattr(products, "version", missing)
     assert "Triton" not in products.describe_device(torch.device("cuda", 0))
     assert products.describe_kernels().startswith("kernels ")
-
-
-@pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The libraries that were chosen; what PyTorch may do is as before afterwards."""
-    chosen: list[str] = []
-    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", chosen.append)
-    before = reductions()
-    yield chosen
-    for name, kept in before.items():
-        setattr(torch.backends.cuda.matmul, f"allow_{name}_reduced_precision_reduction", kept)
-
-
-def reductions() -> dict[str, tuple[bool, bool]]:
-    """Whether products add up in 16 bits between splits, and whether they are split at all."""
-    matmul = torch.backends.cuda.matmul
-    names = [(each, f"allow_{each}_reduced_precision_reduction") for each in ("bf16", "fp16")]
-    return {
-        each: (getattr(matmul, name), getattr(matmul, f"{name}_split_k")) for each, name in names
-    }
-
-
-def test_the_library_splits_no_product_unless_numerics_are_fast(library: list[str]) -> None:
-    before = reductions()
-    use_library_without_splits(fixed=True)
-    assert (library, reductions()) == (["cublaslt"], dict.fromkeys(before, (False, False)))
-    use_library_without_splits(fixed=False)
-    assert (library[1:], reductions()) == (["default"], before), "as PyTorch begins"

@@ -13,8 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.convert import load_decoder
-from paceline.decoder import Decoder, LocalCache, UnsupportedModelError
+from paceline.decoder import Decoder, LocalCache
 from paceline.decoder.linear import Linear
 from paceline.kernels import (
     Context,
@@ -204,14 +203,6 @@ def test_no_rows_of_logits(models: dict[str, Path]) -> None:
     assert result.logits.shape == (0, 101)
     again = decoder.forward(random_tokens(5), plan, [cache], logit_rows=None, taps=(0, 1))
     assert all(map(torch.equal, result.taps, again.taps))
-
-
-def test_a_model_without_whole_vectors_is_refused(
-    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("paceline.kernels.executor.LANES", 1 << 10)
-    with pytest.raises(UnsupportedModelError, match=r"llama.*expected multiples of 1024 on a CPU"):
-        load_decoder(models["llama"], torch.float32)
 
 
 HEADS = Heads(q_heads=6, kv_heads=2, dim=16)

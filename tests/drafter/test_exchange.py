@@ -13,9 +13,6 @@ from fakes.exchange import CARRIERS, VOCAB, Refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from imports import packages_after
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import CollectorRegistry
 
 from paceline.v1 import drafter_pb2, exchange_pb2, sampling_pb2
@@ -395,65 +392,6 @@ def test_no_message_harms_the_service(carrier: str, sent: list[exchange_pb2.Join
             assert listed.drafters[0].active_streams == 1
 
     asyncio.run(run())
-
-
-class States:
-    """Hidden states that are followed, and come only while they are waited for."""
-
-    transport = "follow"
-    byte_size = received = committed = 0
-
-    def __init__(self) -> None:
-        self.waits: list[int] = []
-
-    async def wait_for(self, committed: int, seconds: float) -> None:
-        """They come."""
-        asyncio.get_running_loop()
-        self.waits.append(committed)
-        self.committed = committed
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
-@pytest.mark.parametrize("transport", ["follow", "map"])
-async def test_a_round_waits_for_hidden_states_that_are_followed(
-    monkeypatch: pytest.MonkeyPatch, transport: str
-) -> None:
-    states = States()
-    states.transport = transport
-
-    async def open_states(*_: object) -> States:
-        return states
-
-    monkeypatch.setattr("paceline.drafter.kv.exchange.KvExchange.open_states", open_states)
-    async with drafting("x=fake,hidden=yes") as service:
-        text = await service.open([1, 2, 3])
-        assert text.opened.kv_transport == transport
-        for committed in (2, 3, 3):
-            await text.round([4], committed_length=committed)
-    assert states.waits == ([2, 3] if transport == "follow" else [])
-
-
-async def test_spans_continue_the_traces_of_the_verifier(monkeypatch: pytest.MonkeyPatch) -> None:
-    spans = InMemorySpanExporter()
-    provider = TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(spans))
-    monkeypatch.setattr("paceline.drafter.service.tracer", lambda: provider.get_tracer("test"))
-    trace, generation, draft = "a" * 32, "b" * 16, "c" * 16
-    async with drafting("ngram") as service:
-        text = await service.open(TEXT, traceparent=f"00-{trace}-{generation}-01")
-        await text.round(traceparent=f"00-{trace}-{draft}-01")
-        await text.round()
-        await text.end()
-        await until(lambda: len(spans.get_finished_spans()) == 2)
-    opened, drafted = spans.get_finished_spans()
-    assert (opened.name, drafted.name) == ("specdec.drafter.open", "specdec.drafter.round")
-    for span, parent in ((opened, generation), (drafted, draft)):
-        assert span.parent is not None
-        assert f"{span.parent.span_id:016x}" == parent
-        assert span.attributes is not None
-        assert span.attributes["specdec.drafter.version"] == "1"
 
 
 async def test_metrics_count_rounds_sequences_and_links() -> None:

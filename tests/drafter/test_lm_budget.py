@@ -1,24 +1,26 @@
-"""``lm`` under a KV budget, against dense models with the same positions hidden."""
+"""``lm``: its folders and options, and a KV budget, against dense models with hidden positions."""
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from gguf_files import write_gguf
 from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.drafter.growth.observed import TopChunks
-from paceline.drafter.methods.base import Budget, Update
+from paceline.drafter.methods.base import Budget, Fit, LoadError, Update
 from paceline.drafter.methods.lm import LmDrafter, LmSequence
 
-from .models import VOCAB, greedy, load, start, text_of, write_model
+from .models import VOCAB, change_config, greedy, load, start, text_of, write_model, write_tokenizer
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("lm") / "lm", request.param, 5)
 
 
@@ -35,10 +37,10 @@ def warmed(drafter: LmDrafter, text: list[int]) -> LmSequence:
 
 
 @pytest.mark.parametrize("policy", ["streaming", "chunk_topk"])
-def test_a_chain_is_the_sparse_models_own_text(folder: Path, policy: str) -> None:
+def test_a_chain_is_the_sparse_models_own_text(model: Path, policy: str) -> None:
     """After any budget of earlier rounds, whose KV stays as it was computed."""
     text = text_of(70, 4)
-    drafter = load("lm", folder, context="24", kv_policy=policy, widths="1,1,1", min_survival="0")
+    drafter = load("lm", model, context="24", kv_policy=policy, widths="1,1,1", min_survival="0")
     sequence = warmed(drafter, text)
     seen: list[tuple[int, list[int]]] = []
     for budget, kept in ((24, 2), (40, 0), (30, 1), (11, 2)):
@@ -49,7 +51,7 @@ def test_a_chain_is_the_sparse_models_own_text(folder: Path, policy: str) -> Non
         assert len(chosen) <= budget
         assert chosen[-1] == begin - 1
         seen.append((begin, chosen))
-        assert list(tree.tokens) == greedy(folder, sequence.tokens, seen, 3)
+        assert list(tree.tokens) == greedy(model, sequence.tokens, seen, 3)
         other = (tree.tokens[kept] + 1) % VOCAB
         sequence.extend(Update([*tree.tokens[:kept], other, 7]))
         cached = len(sequence.tokens) - 2
@@ -57,10 +59,10 @@ def test_a_chain_is_the_sparse_models_own_text(folder: Path, policy: str) -> Non
 
 
 @pytest.mark.parametrize("policy", ["streaming", "chunk_topk"])
-def test_what_the_budget_leaves_out_is_dropped(folder: Path, policy: str) -> None:
+def test_what_the_budget_leaves_out_is_dropped(model: Path, policy: str) -> None:
     """Rounds draft the sparse model's own text, and memory does not grow with the text."""
     options = {"context": "24", "kv_policy": policy, "widths": "1,1,1", "min_survival": "0"}
-    drafter = load("lm", folder, keep="budget", **options)
+    drafter = load("lm", model, keep="budget", **options)
     sequence = warmed(drafter, text_of(600, 4))
     assert sequence.slots >= 600, "the prompt is read densely"
     seen: list[tuple[int, list[int]]] = []
@@ -75,7 +77,7 @@ def test_what_the_budget_leaves_out_is_dropped(folder: Path, policy: str) -> Non
         assert held >= set(chosen), "nothing that was dropped"
         assert drafter.kv_slots == sequence.slots == 256
         seen.append((begin, chosen))
-        assert list(tree.tokens) == greedy(folder, sequence.tokens, seen, 3)
+        assert list(tree.tokens) == greedy(model, sequence.tokens, seen, 3)
         held = {*chosen, *range(begin, begin + 8)}
         other = (tree.tokens[kept] + 1) % VOCAB
         sequence.extend(Update([*tree.tokens[:kept], other, 7]))
@@ -86,11 +88,11 @@ def test_what_the_budget_leaves_out_is_dropped(folder: Path, policy: str) -> Non
     assert drafter.kv_slots == 0
 
 
-def test_a_budget_that_covers_the_text_changes_nothing(folder: Path) -> None:
+def test_a_budget_that_covers_the_text_changes_nothing(model: Path) -> None:
     text = text_of(60)
-    plain = warmed(load("lm", folder), text).draft(Budget(16, 4))
-    assert warmed(load("lm", folder, context="60"), text).draft(Budget(16, 4)) == plain
-    assert warmed(load("lm", folder, context="20"), text).draft(Budget(16, 4)) != plain
+    plain = warmed(load("lm", model), text).draft(Budget(16, 4))
+    assert warmed(load("lm", model, context="60"), text).draft(Budget(16, 4)) == plain
+    assert warmed(load("lm", model, context="20"), text).draft(Budget(16, 4)) != plain
 
 
 @given(
@@ -119,3 +121,57 @@ def test_chunks_with_the_most_attention_are_selected(
         hidden = set(range(len(chunks))) - shown
         assert not hidden or len(chosen) > budget - 8
         assert all(chunks[i] >= chunks[j] - 1e-3 for i in shown for j in hidden)
+
+
+def test_only_safetensors_of_known_models_are_loaded(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "m")
+    weights = (folder / "model.safetensors").read_bytes()
+    for damaged in (weights[:-100], b"no weights at all", b""):
+        (folder / "model.safetensors").write_bytes(damaged)
+        with pytest.raises(LoadError, match="cannot load"):
+            load("lm", folder)
+    (folder / "model.safetensors").write_bytes(weights)
+    for wrong in ({"vocab_size": "many"}, {"vocab_size": None}, {"paceline": []}):
+        change_config(folder, **{"vocab_size": VOCAB, "paceline": {}, **wrong})
+        with pytest.raises(LoadError, match=r"config\.json"):
+            load("lm", folder)
+    change_config(folder, vocab_size=VOCAB, paceline={}, model_type="gpt2")
+    with pytest.raises(LoadError, match="not supported"):
+        load("lm", folder)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(LoadError, match=r"no \*.safetensors"):
+        load("lm", folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(LoadError, match="has no config"):
+        load("lm", folder)
+
+
+def test_a_folder_says_what_it_fits(tmp_path: Path, folder: Path) -> None:
+    bound, digest = write_model(tmp_path / "bound"), load("lm", folder).fit.tokenizer_digest
+    change_config(bound, paceline={"target_fingerprint": "f" * 64, "tokenizer_digest": digest})
+    assert load("lm", bound).fit == Fit("f" * 64, None, digest, VOCAB)
+    write_tokenizer(bound, "u")
+    with pytest.raises(LoadError, match="restore"):
+        load("lm", bound)
+
+
+@pytest.mark.parametrize("weights", ["auto", "int8", "int4"])
+def test_a_gguf_file_is_loaded(weights: str, folder: Path, tmp_path: Path) -> None:
+    (bare := shutil.copytree(folder, tmp_path / "bare") / "tokenizer.json").unlink()
+    file = write_gguf(tmp_path / "tiny.gguf", bare.parent)
+    drafter = load("lm", file, weights=weights)
+    assert (drafter.fit.vocab_size, drafter.fit.tokenizer_digest) == (VOCAB, "")
+    assert drafter.weight_bytes == file.stat().st_size
+    assert drafter.decoder.config.weights == ("float32" if weights == "auto" else weights)
+    if weights == "auto":
+        trees = [
+            start(each, [1, 2, 3]).draft(Budget(8, 8)) for each in (drafter, load("lm", folder))
+        ]
+        assert trees[0].tokens == trees[1].tokens
+
+
+def test_a_damaged_gguf_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "tiny.gguf"
+    file.write_bytes(b"GGUF\3\0\0\0")
+    with pytest.raises(LoadError, match=r"tiny\.gguf: the header ends"):
+        load("lm", file)

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from paceline.drafter.kv import KvGone
 from paceline.drafter.methods.base import Budget, DraftSequence, GenerationInfo, Update
-from paceline.kernels.draft import NativeDraft
 from paceline.tree import TokenTree
 
 from . import models
@@ -127,26 +126,6 @@ def test_trees_fit_their_budget(name: str, loaded: dict[str, Method], data: Any)
     for node in range(-1, len(tree)):
         assert sum(tree.confidences[child] for child in tree.children(node)) <= 1 + 1e-5
     check_equal(sequence.draft(budget), tree)
-
-
-def test_rotations_reach_the_end_of_a_block(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A block has all its positions where its trees are shallow."""
-    target = write_model(tmp_path / "target", max_position_embeddings=64)
-    block = write_dspark(tmp_path / "block", target, block=8)
-    drafter = models.load("dspark", block, target, widths="1", depth=1)
-    method, found, draft = Method(drafter, "states"), [], NativeDraft.draft
-
-    def spied(self: NativeDraft, texts: Any, table: Any) -> None:
-        found.append(table.shape[-2] - texts[0].length)
-        draft(self, texts, table)
-
-    monkeypatch.setattr(NativeDraft, "draft", spied)
-    for length in range(50, 65):
-        assert method.start(text_of(length)).draft(Budget(4, 4))
-    assert len(found) == 15
-    assert min(found) >= 8
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +10,8 @@ import pytest
 from calls import until
 from fakes.drafter import FakeDrafter, FakeSequence
 
-from paceline.drafter.exchange import on_other_cores
 from paceline.drafter.methods.base import Budget, Update
 from paceline.drafter.methods.selfspec import SelfSpecDrafter
-from paceline.service.exchange import FramedSocket
 
 from .models import GREEDY, SAMPLINGS, VOCAB, Oracle, load, recorded_kv, start, text_of, write_model
 from .test_selfspec import load as load_selfspec
@@ -124,18 +120,3 @@ async def test_the_worker_drafts_ahead_between_rounds_where_it_has_cores_of_its_
         await worker.run(lambda: worker.close(session))
     assert (("ahead", 0) in drafter.journal) == expected
     assert drafter.sequences[0].closed == 1
-
-
-def test_a_verifier_is_apart_if_it_shares_no_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    near, far = socket.socketpair()
-    opened = FramedSocket(near, 100)
-    assert opened.peer_pid() == os.getpid()
-    assert not on_other_cores(opened)
-    assert on_other_cores(None), "there is no socket between machines"
-    cores = {0: {2, 3}, os.getpid(): {0, 1}}
-    monkeypatch.setattr(os, "sched_getaffinity", cores.__getitem__)
-    assert on_other_cores(opened)
-    cores[0] = {1, 2}
-    assert not on_other_cores(opened)
-    opened.close()
-    far.close()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -116,24 +114,6 @@ async def test_what_cannot_be_loaded_is_refused(
             await load(service, **fields)
         assert failure(error) == (CODE.INVALID_ARGUMENT, reason)
         assert [each[0] for each in await listed(service)] == ["ngram"]
-
-
-async def test_an_unloaded_version_is_garbage_collected() -> None:
-    FakeDrafter.loaded.clear()
-    async with drafting("x=fake") as service:
-        text = await service.open([1])
-        await text.round([2])
-        await text.end()
-        unloaded = weakref.ref(FakeDrafter.loaded.pop())
-        await load(service, "x", "fake", activate=True)
-        await unload(service, "x", "1")
-
-        def freed() -> bool:
-            gc.collect()
-            return unloaded() is None
-
-        await until(freed)
-        assert [(each[1], each[2]) for each in await listed(service)] == [("2", 1.0)]
 
 
 async def test_a_sequence_stays_at_the_version_that_its_client_requested() -> None:

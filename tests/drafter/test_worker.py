@@ -16,7 +16,6 @@ from paceline.drafter import worker as worker_module
 from paceline.drafter.methods.base import Budget, Drafter, GenerationInfo, Update
 from paceline.drafter.session import Drafted, Session
 from paceline.drafter.worker import SLICE, DraftWorker, Job
-from paceline.service import watchdog
 
 BUDGET = Budget(8, 8)
 
@@ -106,20 +105,6 @@ async def test_a_backlog_is_processed_without_a_round(worker: DraftWorker) -> No
     assert drafter.journal == [("warm", SLICE), ("warm", SLICE), ("warm", 1)]
 
 
-async def test_slices_that_take_long_get_shorter_and_longer_again(
-    worker: DraftWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drafter = FakeDrafter()
-    for seconds, expected in ((0.0, [256, 128, 64, 32, 32]), (float("inf"), [32, 64, 128, 256])):
-        monkeypatch.setattr(worker_module, "SLICE_SECONDS", seconds)
-        drafter.journal.clear()
-        session = drafting(drafter, sum(expected))
-        await worker.run(lambda session=session: worker.catch_up(session))
-        await until(lambda session=session: not session.sequence.backlog)
-        await worker.run(lambda: None)  # the slice has ended
-        assert drafter.journal == [("warm", tokens) for tokens in expected]
-
-
 async def test_only_the_failing_round_of_a_batch_fails(worker: DraftWorker) -> None:
     drafter = FakeDrafter()
     drafter.poison = 13
@@ -169,36 +154,3 @@ async def test_a_failure_that_lasts_ends_the_service() -> None:
             await lasting
     finally:
         worker.stop()
-
-
-async def test_a_draft_that_hangs_ends_the_process(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """On a GPU; a thread that waits for work does not hang."""
-    exits: list[int] = []
-    drafter = FakeDrafter()
-
-    def exit_(status: int) -> None:
-        exits.append(status)
-        drafter.hold.set()
-
-    monkeypatch.setattr(watchdog.os, "_exit", exit_)
-    monkeypatch.setattr(watchdog, "WATCH_SECONDS", 0.01)
-    monkeypatch.setattr(watchdog, "MAX_SECONDS", 0.3)
-    monkeypatch.setattr(watchdog.logging, "shutdown", lambda: None)
-    worker = DraftWorker(device="cuda:1")
-    watching = asyncio.create_task(worker.lost())
-    worker.start()
-    try:
-        session = drafting(drafter)
-        await round_of(worker, session, 5)
-        await asyncio.sleep(0.5)
-        assert not exits
-        drafter.hold.clear()
-        await round_of(worker, session, 6)
-    finally:
-        drafter.hold.set()
-        watching.cancel()
-        worker.stop()
-    assert set(exits) == {watchdog.EXIT_HUNG}
-    assert "a draft on cuda:1 has not ended after 0.3 s: the service ends" in caplog.text

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import aiohttp
 import pytest
 from fakes.transport import MockTransport
 from openai import AsyncOpenAI
+from yarl import URL
 
 from paceline.client import Client, RetryOptions
 from paceline.gateway import GatewayOptions, run_gateway
@@ -24,11 +26,16 @@ class Served:
     stop: asyncio.Event  # set it to begin the drain
     server: asyncio.Task[None]
 
+    async def ask(self, method: str, path: str, **given: Any) -> tuple[int, Any, str]:
+        """Status, headers and text of the response to a request that no client would send."""
+        url = URL(f"{self.url}{path}", encoded=True)
+        async with aiohttp.ClientSession(auto_decompress=False) as session:
+            async with session.request(method, url, **given) as response:
+                return response.status, response.headers, await response.text()
+
     async def post(self, path: str, **body: Any) -> tuple[int, Any, Any]:
-        """Status, headers and JSON of the response to a request that no client would send."""
-        async with aiohttp.ClientSession() as session:
-            async with session.post(f"{self.url}{path}", json=body) as response:
-                return response.status, response.headers, await response.json()
+        status, headers, text = await self.ask("POST", path, json=body)
+        return status, headers, json.loads(text)
 
 
 Serve = Callable[..., AbstractAsyncContextManager[Served]]

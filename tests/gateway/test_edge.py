@@ -1,4 +1,4 @@
-"""What surrounds requests: ids, CORS, the access log, comments of slow streams."""
+"""What surrounds requests: ids, CORS, the access log, comments of slow streams, metrics."""
 
 import asyncio
 import logging
@@ -8,9 +8,13 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
+from calls import until
+from documented_metrics import described, documented
 from fakes.transport import MockTransport
-from yarl import URL
+from prometheus_client import CollectorRegistry
 
+from paceline.gateway import GatewayOptions, server
+from paceline.gateway.metrics import GatewayMetrics
 from paceline.service.runtime import JsonFormatter, TextFormatter
 from paceline.v1 import verifier_pb2
 
@@ -33,14 +37,13 @@ class SlowTransport(MockTransport):
 
 
 async def test_a_request_has_an_id(serve: Serve) -> None:
-    async with serve(MockTransport("x")) as served, aiohttp.ClientSession() as session:
+    async with serve(MockTransport("x")) as served:
         for given, kept in (("mine-1", True), ("", False), ("x" * 200, False)):
-            headers = {"x-request-id": given}
-            async with session.get(f"{served.url}/v1/models", headers=headers) as response:
-                assert (response.headers["x-request-id"] == given) == kept
-                assert response.headers["x-request-id"]
-        async with session.get(f"{served.url}/nowhere") as response:
-            assert response.headers["x-request-id"].startswith("req_")
+            _, headers, _ = await served.ask("GET", "/v1/models", headers={"x-request-id": given})
+            assert (headers["x-request-id"] == given) == kept
+            assert headers["x-request-id"]
+        _, headers, _ = await served.ask("GET", "/nowhere")
+        assert headers["x-request-id"].startswith("req_")
 
 
 PREFLIGHT = {
@@ -51,11 +54,8 @@ PAGE = "https://page.example"
 
 
 async def asked(served: Served, method: str, **headers: str) -> tuple[int, Any]:
-    async with aiohttp.ClientSession() as session:
-        url = f"{served.url}/v1/completions"
-        body = {"json": {"prompt": "a"}} if method == "POST" else {}
-        async with session.request(method, url, headers=headers, **body) as response:
-            return response.status, response.headers
+    body = {"json": {"prompt": "a"}} if method == "POST" else {}
+    return (await served.ask(method, "/v1/completions", headers=headers, **body))[:2]
 
 
 @pytest.mark.parametrize(
@@ -144,10 +144,9 @@ async def test_a_name_that_was_rebound_to_this_machine(
     async with serve(MockTransport("x"), **options) as served:
         headers = {"Host": host, "Origin": f"http://{host}", "Authorization": "Bearer k"}
         assert (await asked(served, "POST", **headers))[0] == status
-        for path in ("", "health", "version", "metrics", "v1/models"):
-            async with aiohttp.ClientSession(headers={"Host": host}) as session:
-                async with session.get(f"{served.url}/{path}") as response:
-                    assert (response.status == 403) == (status == 403)
+        for path in ("/", "/health", "/version", "/metrics", "/v1/models"):
+            found, _, _ = await served.ask("GET", path, headers={"Host": host})
+            assert (found == 403) == (status == 403)
 
 
 async def test_the_access_log(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
@@ -156,8 +155,7 @@ async def test_the_access_log(serve: Serve, caplog: pytest.LogCaptureFixture) ->
         await served.openai.completions.create(model="mock", prompt="hello")
         with pytest.raises(openai.AuthenticationError):
             await served.openai.with_options(api_key="wrong").models.list()
-        async with aiohttp.ClientSession() as session, session.get(f"{served.url}/health"):
-            pass
+        await served.ask("GET", "/health")
     lines = [record for record in caplog.records if record.name == "paceline.gateway.access"]
     assert [line.getMessage() for line in lines] == [
         "POST /v1/completions 200",
@@ -173,11 +171,9 @@ async def test_a_path_cannot_forge_the_log(
     serve: Serve, caplog: pytest.LogCaptureFixture, form: logging.Formatter
 ) -> None:
     caplog.set_level(logging.INFO, logger="paceline.gateway.access")
-    async with serve(MockTransport("x")) as served, aiohttp.ClientSession() as session:
-        for path in ("/v1/x%0a12:00:00 INFO GET", "/v1/%1b[2J", "/v1/%c2%9b2J", "/%e2%80%ae"):
-            url = URL(f"{served.url}{path.replace(' ', '%20')}", encoded=True)
-            async with session.get(url) as response:
-                assert response.status == 404
+    async with serve(MockTransport("x")) as served:
+        for path in ("/v1/x%0a12:00:00%20INFO%20GET", "/v1/%1b[2J", "/v1/%c2%9b2J", "/%e2%80%ae"):
+            assert (await served.ask("GET", path))[0] == 404
     lines = [form.format(record) for record in caplog.records if "access" in record.name]
     assert len(lines) == 4
     assert all(line.isprintable() for line in lines), lines
@@ -197,8 +193,94 @@ async def test_a_slow_stream_gets_comments(serve: Serve) -> None:
         assert "".join([event.choices[0].text async for event in stream]) == "x"
 
 
-async def test_the_version_needs_no_key(serve: Serve) -> None:
-    async with serve(MockTransport("x"), key="k", api_key="k") as served:
+PATH = "/v1/completions"
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> CollectorRegistry:
+    """What the gateways of a test count into; no endpoint is served."""
+    registry = CollectorRegistry()
+    metrics = GatewayMetrics(registry)
+    monkeypatch.setattr(server, "serve_gateway_metrics", lambda options: (metrics, None))
+    return registry
+
+
+async def test_requests_are_counted_as_they_end(serve: Serve, registry: CollectorRegistry) -> None:
+    def count(status: int) -> float:
+        labels = {"path": PATH, "status": str(status)}
+        return registry.get_sample_value("specdec_gateway_requests_total", labels) or 0
+
+    def value(name: str) -> float:
+        return registry.get_sample_value(name) or 0
+
+    transport = MockTransport(lambda prompt: prompt.upper())
+    async with serve(transport, key="right", api_key="right") as served:
+        await served.openai.completions.create(model="mock", prompt=["abc", "d"], n=2)
+        stream = await served.openai.completions.create(model="mock", prompt="ab", stream=True)
+        assert [event async for event in stream]
+        with pytest.raises(openai.NotFoundError):
+            await served.openai.completions.create(model="other", prompt="a")
+        wrong = served.openai.with_options(api_key="wrong")
+        with pytest.raises(openai.AuthenticationError):
+            await wrong.completions.create(model="mock", prompt="a")
+        await served.openai.models.retrieve("mock")
+        await served.ask("GET", "/health")
+    assert (count(200), count(404), count(401)) == (2, 1, 1)
+    one = {"path": "/v1/models/{name}", "status": "200"}
+    assert registry.get_sample_value("specdec_gateway_requests_total", one) == 1
+    assert value("specdec_gateway_prompt_tokens_total") == 3 + 3 + 1 + 1 + 2
+    # Each text also ends with a token that is not shown.
+    assert value("specdec_gateway_generation_tokens_total") == 4 + 4 + 2 + 2 + 3
+    assert value("specdec_gateway_time_to_first_token_seconds_count") == 5
+    assert value("specdec_gateway_requests_in_flight") == 0
+    assert described(registry.collect()) == documented("Gateway")
+    serving = {"verifier": "", "state": "serving"}
+    assert registry.get_sample_value("specdec_gateway_verifier_state", serving) == 1
+    assert (
+        registry.get_sample_value("specdec_gateway_verifier_texts_running", {"verifier": ""}) == 0
+    )
+
+
+async def test_a_disconnect_is_counted_as_499(serve: Serve, registry: CollectorRegistry) -> None:
+    def count(status: int) -> float | None:
+        labels = {"path": PATH, "status": str(status)}
+        return registry.get_sample_value("specdec_gateway_requests_total", labels)
+
+    async with serve(MockTransport("x" * 50_000)) as served:
+        body = {"model": "mock", "prompt": "a", "max_tokens": 50_000}
         async with aiohttp.ClientSession() as session:
-            async with session.get(f"{served.url}/version") as response:
-                assert (await response.json())["version"]
+            call = asyncio.create_task(session.post(f"{served.url}{PATH}", json=body))
+            await until(lambda: served.transport.open_caches == 1)
+            assert registry.get_sample_value("specdec_gateway_requests_in_flight") == 1
+            call.cancel()
+            await until(lambda: count(499) == 1)
+
+
+async def test_the_endpoint_requires_the_key() -> None:
+    options = {"metrics_address": "127.0.0.1:0", "api_key": "right"}
+    metrics, endpoint = server.serve_gateway_metrics(GatewayOptions(**options))  # type: ignore[arg-type]
+    assert endpoint is not None
+    metrics.ended(PATH, 200, 0.1)
+    try:
+        async with aiohttp.ClientSession() as session:
+            for key, status in (("wrong", 401), ("right", 200)):
+                headers = {"authorization": f"Bearer {key}"}
+                url = f"http://{endpoint.address}/metrics"
+                async with session.get(url, headers=headers) as response:
+                    assert response.status == status
+                    text = await response.text()
+    finally:
+        await asyncio.to_thread(endpoint.close)
+    assert f'specdec_gateway_requests_total{{path="{PATH}",status="200"}} 1.0' in text
+    assert server.serve_gateway_metrics(GatewayOptions())[1] is None
+    GatewayOptions(metrics_address="0.0.0.0:0", insecure_metrics=True)
+
+
+@pytest.mark.parametrize(("key", "status"), [("right", 200), ("wrong", 401)])
+async def test_metrics_are_on_the_gateways_port_too(serve: Serve, key: str, status: int) -> None:
+    async with serve(MockTransport("x"), key="right", api_key="right") as served:
+        await served.openai.completions.create(model="mock", prompt="a")
+        headers = {"authorization": f"Bearer {key}"}
+        found, _, text = await served.ask("GET", "/metrics", headers=headers)
+    assert found == status
+    assert (f'path="{PATH}",status="200"}} 1.0' in text) == (status == 200)

@@ -1,6 +1,7 @@
 """The gateway with a mock verifier: authentication, validation, disconnects, drain."""
 
 import asyncio
+import json
 import re
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
@@ -11,7 +12,6 @@ import pytest
 from calls import until
 from fakes.transport import MockTransport
 from openai import AsyncOpenAI
-from yarl import URL
 
 from paceline.client import UnavailableError
 from paceline.gateway import GatewayOptions
@@ -21,6 +21,7 @@ from paceline.v1 import verifier_pb2
 from .conftest import Serve, Served
 from .test_tools import PLAIN
 
+COMPLETIONS = "/v1/completions"
 SCRIPTS = ("text/javascript", "application/javascript")
 TEMPLATE = """{{ bos_token }}{% for message in messages %}
 {% if message.content == "refuse" %}
@@ -74,11 +75,9 @@ async def test_what_is_done_to_messages_is_in_a_header(
             (messages, "unknown fields: odd; system messages were merged into the first one"),
             (messages[:2], "unknown fields: odd"),
         ):
-            async with aiohttp.ClientSession() as session:
-                body = {name: sent, "stream": stream, "odd": 1}
-                async with session.post(f"{served.url}{path}", json=body) as response:
-                    assert response.status == 200
-                    assert response.headers["x-paceline-warning"] == f"ignored {warning}"
+            body = {name: sent, "stream": stream, "odd": 1}
+            status, headers, _ = await served.ask("POST", path, json=body)
+            assert (status, headers["x-paceline-warning"]) == (200, f"ignored {warning}")
             prompt = bytes(served.transport.requests[-1].prompt_tokens).decode()
             assert prompt == ("<one\n\nthree><two>" if len(sent) == 3 else "<one><two>")
 
@@ -115,20 +114,17 @@ async def test_rounds_are_streamed_on_request(served: Served) -> None:
 async def test_the_page_is_whole_and_connects_to_this_gateway_only(serve: Serve) -> None:
     """Its files need no key, and there is nothing else below its path."""
     async with serve(MockTransport("x"), api_key="secret") as served:
-        async with aiohttp.ClientSession(served.url) as session:
-            async with session.get("/") as response:
-                page = await response.text()
-                policy = response.headers["Content-Security-Policy"]
-            assert page.startswith("<!doctype html>")
-            assert "connect-src 'self'" in policy
-            assert "unsafe" not in policy
-            for name in re.findall(r'(?:src|href)="(page/[^"]+)"', page):
-                async with session.get(f"/{name}") as response:
-                    assert response.status == 200
-                    assert response.content_type in ("text/css", *SCRIPTS)
-            for path in ("/page/", "/page/../app.py", "/page/%2e%2e/app.py", "/page/none.js"):
-                async with session.get(URL(path, encoded=True)) as response:
-                    assert response.status in (401, 404)
+        _, headers, page = await served.ask("GET", "/")
+        policy = headers["Content-Security-Policy"]
+        assert page.startswith("<!doctype html>")
+        assert "connect-src 'self'" in policy
+        assert "unsafe" not in policy
+        for name in re.findall(r'(?:src|href)="(page/[^"]+)"', page):
+            status, headers, _ = await served.ask("GET", f"/{name}")
+            assert status == 200
+            assert headers["Content-Type"].partition(";")[0] in ("text/css", *SCRIPTS)
+        for path in ("/page/", "/page/../app.py", "/page/%2e%2e/app.py", "/page/none.js"):
+            assert (await served.ask("GET", path))[0] in (401, 404)
 
 
 async def test_a_wrong_model_and_a_wrong_path(served: Served) -> None:
@@ -147,18 +143,15 @@ async def test_a_wrong_model_and_a_wrong_path(served: Served) -> None:
 
 async def test_only_json_of_a_bounded_size_is_read(serve: Serve) -> None:
     async with serve(MockTransport("x"), max_body_bytes=2000) as served:
-        async with aiohttp.ClientSession() as session:
-            url = f"{served.url}/v1/completions"
-            for status, body, headers in (
-                (415, b'{"model": "mock", "prompt": "a"}', {"Content-Type": "text/plain"}),
-                (413, b" " * 2001, {"Content-Type": "application/json"}),
-                (400, b"{", {"Content-Type": "application/json"}),
-            ):
-                async with session.post(url, data=body, headers=headers) as response:
-                    assert response.status == status
-                    assert set((await response.json())["error"]) == {
-                        *("message", "type", "param", "code")
-                    }
+        for status, body, kind in (
+            (415, b'{"model": "mock", "prompt": "a"}', "text/plain"),
+            (413, b" " * 2001, "application/json"),
+            (400, b"{", "application/json"),
+        ):
+            headers = {"Content-Type": kind}
+            found, _, text = await served.ask("POST", COMPLETIONS, data=body, headers=headers)
+            assert found == status
+            assert json.loads(text)["error"].keys() == {"message", "type", "param", "code"}
 
 
 @pytest.mark.parametrize(
@@ -176,25 +169,23 @@ async def test_bodies_that_are_no_json(
     served: Served, body: bytes, headers: dict[str, str], message: str
 ) -> None:
     headers = {"Content-Type": "application/json", **headers}
-    async with aiohttp.ClientSession(auto_decompress=False) as session:
-        url = f"{served.url}/v1/completions"
-        async with session.post(url, data=body, headers=headers, compress=False) as response:
-            assert response.status == 400
-            assert message in (await response.json())["error"]["message"]
+    given: dict[str, Any] = {"data": body, "headers": headers, "compress": False}
+    status, _, text = await served.ask("POST", COMPLETIONS, **given)
+    assert status == 400
+    assert message in json.loads(text)["error"]["message"]
 
 
 async def test_the_api_key_is_required(serve: Serve) -> None:
     async with serve(MockTransport("x"), key="right", api_key="right") as served:
         assert (await served.openai.models.list()).data[0].id == "mock"
         stranger = AsyncOpenAI(base_url=f"{served.url}/v1", api_key="wrong", max_retries=0)
-        async with stranger, aiohttp.ClientSession() as session:
+        async with stranger:
             with pytest.raises(openai.AuthenticationError):
                 await stranger.models.list()
-            async with session.get(f"{served.url}/health") as response:
-                assert (response.status, await response.json()) == (
-                    200,
-                    {"status": "ok", "drafters": []},
-                )
+        status, _, text = await served.ask("GET", "/health")
+        assert (status, json.loads(text)) == (200, {"status": "ok", "drafters": []})
+        status, _, text = await served.ask("GET", "/version")
+        assert json.loads(text)["version"]
 
 
 async def test_a_disconnect_releases_the_cache(serve: Serve) -> None:
@@ -224,9 +215,7 @@ async def test_a_lost_verifier_is_unavailable(
         with pytest.raises(openai.InternalServerError, match="nobody is there") as raised:
             await served.openai.models.list()
         assert raised.value.status_code == 503
-        async with aiohttp.ClientSession() as session:
-            async with session.get(f"{served.url}/health") as response:
-                assert response.status == 503
+        assert (await served.ask("GET", "/health"))[0] == 503
 
 
 @pytest.mark.parametrize(
@@ -291,10 +280,8 @@ async def test_a_limit_is_cut_to_the_room_in_the_context(
             if room > 1:
                 less = {param: room - 1}
                 assert end((await served.post(f"/v1/{path}", **body, **less))[2])[0] == room - 1
-            async with aiohttp.ClientSession(served.url) as session:
-                sent = {**body, param: 32_000, "stream": True}
-                async with session.post(f"/v1/{path}", json=sent) as response:
-                    text = await response.text()
+            sent = {**body, param: 32_000, "stream": True}
+            _, _, text = await served.ask("POST", f"/v1/{path}", json=sent)
             assert f'"{reason}"' in text
             assert "error" not in text.replace('"error": null', "")
         for length in (CONTEXT, CONTEXT + 1, 10 * CONTEXT):

@@ -17,6 +17,7 @@ from paceline.gateway.requests import ChatRequest, CompletionRequest
 from paceline.gateway.responses_api import ResponsesRequest
 
 from .conftest import Serve, Served
+from .test_requests import VALID
 
 TEMPLATE = (
     "{{ reasoning_effort }}{% for t in tools or () %}[{{ t.function.name }}]{% endfor %}"
@@ -28,11 +29,6 @@ KINDS: dict[str, tuple[Any, type[Body]]] = {
     "chat/completions": (Chat, ChatRequest),
     "completions": (Completion, CompletionRequest),
     "responses": (Responses, ResponsesRequest),
-}
-VALID: dict[str, dict[str, Any]] = {
-    "chat/completions": {"messages": [{"role": "user", "content": "a"}]},
-    "completions": {"prompt": "a"},
-    "responses": {"input": "a"},
 }
 IGNORED = {
     "chat/completions": {

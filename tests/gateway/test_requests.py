@@ -4,7 +4,6 @@ import json
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-import aiohttp
 import openai
 import pytest
 from fakes.transport import MockTransport
@@ -208,16 +207,14 @@ async def test_requests_that_are_refused_name_the_parameter(served: Served, path
 
 
 async def test_paths_of_other_servers(served: Served) -> None:
-    async with aiohttp.ClientSession() as session:
-        for path in (
-            *("/v1/embeddings", "/rerank", "/infill", "/slots", "/v1/messages", "/completion"),
-            *("/chat/completions", "/apply-template", "/props", "/tokenizer_info", "/ping"),
-            *("/load", "/models", "/tokenize"),
-        ):
-            for method in ("GET", "POST"):
-                async with session.request(method, f"{served.url}{path}", json={}) as response:
-                    assert response.status == 404, path
-                    assert (await response.json())["error"]["code"] == "unknown_url"
+    for path in (
+        *("/v1/embeddings", "/rerank", "/infill", "/slots", "/v1/messages", "/completion"),
+        *("/chat/completions", "/apply-template", "/props", "/tokenizer_info", "/ping"),
+        *("/load", "/models", "/tokenize"),
+    ):
+        for method in ("GET", "POST"):
+            status, _, text = await served.ask(method, path, json={})
+            assert (status, json.loads(text)["error"]["code"]) == (404, "unknown_url"), path
 
 
 async def test_an_answer_can_be_sent_back(served: Served) -> None:

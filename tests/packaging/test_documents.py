@@ -1,10 +1,13 @@
-"""What documents name is there: files, headings, commands and their options."""
+"""What documents name is there: files, headings, commands, options, and the words of the code."""
 
 import argparse
+import ast
+import importlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -129,3 +132,86 @@ def test_options_without_a_command_are_those_of_some(page: str) -> None:
     spans = re.findall(r"`([^`]+)`", _BLOCK.sub("", text_of(page)))
     shown = {option for span in spans for option in re.findall(r"(?<![\w-])--\w[\w-]*", span)}
     assert shown <= all_options(build_parser(COMMANDS)) | FOREIGN_OPTIONS
+
+
+PRODUCT = ("kernels", "services", "client")
+PACKAGES = (*PRODUCT, "train", "bench")
+SENT = ("KvPages", "TokenTree")  # classes with the name of the message that they are sent as
+
+
+@cache
+def modules() -> dict[Path, ast.Module]:
+    files = [file for folder in PACKAGES for file in sorted((ROOT / folder).rglob("*.py"))]
+    return {file.relative_to(ROOT): ast.parse(file.read_text()) for file in files}
+
+
+def table() -> list[str]:
+    section = (ROOT / "CONTRIBUTING.md").read_text().partition("## Words")[2].partition("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("|")][2:]
+    return [row.rstrip("| ").rpartition("|")[2].strip(" `") for row in rows]
+
+
+def found(name: str) -> Any:
+    """A module, or what is in it. A field without a default is named by its class."""
+    parts, value = name.split("."), None
+    for count in range(len(parts), 0, -1):
+        try:
+            value = importlib.import_module(".".join(parts[:count]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[count:]:
+            fields = getattr(value, "__annotations__", {})
+            value = fields[part] if part in fields else getattr(value, part)
+        return value
+    raise ModuleNotFoundError(name)
+
+
+@pytest.mark.parametrize("name", sorted(set(table()) - {"paceline.kernels.triton"}))
+def test_the_words_of_the_table_are_in_the_code(name: str) -> None:
+    assert found(name) is not None
+
+
+def test_docstrings_name_what_is_in_the_code() -> None:
+    named = {
+        name
+        for file in modules()
+        for name in re.findall(r":\w+:`~?(paceline\.[\w.]+)`", (ROOT / file).read_text())
+    }
+    assert len(named) > 50
+    for name in sorted(named):
+        assert found(name) is not None
+
+
+def test_a_class_name_means_one_class_of_the_product() -> None:
+    places: dict[str, list[Path]] = {}
+    for file in sorted((ROOT / "protos" / "paceline").rglob("*.proto")):
+        for name in re.findall(r"^message (\w+)", file.read_text(), re.MULTILINE):
+            if name not in SENT:
+                places[name] = [file.relative_to(ROOT)]
+    for file, tree in modules().items():
+        if file.parts[0] != "bench":
+            for node in ast.walk(tree):
+                if isinstance(node, ast.ClassDef):
+                    places.setdefault(node.name, []).append(file)
+    twice = {name: files for name, files in places.items() if len(files) > 1}
+    assert not twice
+
+
+def test_constants_stand_at_the_head_of_files() -> None:
+    late = []
+    for file, tree in modules().items():
+        # What a constant may need: it then stands behind it.
+        needed: set[str] = set()
+        for node in tree.body:
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                needed.add(node.name)
+                continue
+            if not needed or not isinstance(node, (ast.Assign, ast.AnnAssign)):
+                continue
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            read = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+            stored = {each.id for each in ast.walk(target) if isinstance(each, ast.Name)}
+            if not needed & read and isinstance(target, (ast.Name, ast.Tuple)):
+                late.append(f"{file}:{node.lineno}: {ast.unparse(target)}")
+            needed |= stored
+    assert not late, "they need no function or class of the file"

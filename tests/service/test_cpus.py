@@ -97,17 +97,3 @@ def test_no_more_than_quotas_pay_for(
     lines = "\n".join(each.replace("{shown}", "/") for each in mounts)
     write(tmp_path, {"proc/self/mountinfo": lines, "proc/self/cgroup": "\n".join(groups), **files})
     assert usable_cpus(tmp_path) == default_threads(tmp_path) == cpus
-
-
-def test_no_other_place_counts_cpus() -> None:
-    """But programs that run without Paceline, kernels, which import nothing of it, and doctor,
-    which also tells what the machine has."""
-    root = Path(__file__).parents[2]
-    found = {
-        str(file.relative_to(root))
-        for folder in ("client", "services", "train", "bench")
-        for file in (root / folder).rglob("*.py")
-        if "cpu_count()" in (text := file.read_text()) or "len(os.sched_getaffinity" in text
-    }
-    expected = ("service/cpus.py", "cli/doctor.py", "bench/table/program.py")
-    assert all(name.endswith(expected) for name in found), found

@@ -1,14 +1,16 @@
-"""Start, health, reflection, drain and stop, in this process and in real ones."""
+"""Start, health, reflection, drain, stop and connections, in this process and in real ones."""
 
 import asyncio
 import signal
 import socket
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 import grpc
+import psutil
 import pytest
+from calls import until
 from google.protobuf.wrappers_pb2 import StringValue
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -221,3 +223,30 @@ async def test_connections_that_say_nothing_are_closed(
         writer.close()
     async with served.channel() as channel:
         assert await ask(channel, "UnaryUnary", "one") == "one"
+
+
+def connected(address: str) -> int:
+    """Connections that a server in this process has."""
+    port = int(address.rpartition(":")[2])
+    found = psutil.Process().net_connections("tcp")
+    return sum(each.laddr.port == port and each.status == "ESTABLISHED" for each in found)
+
+
+async def test_idle_connections_make_room(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "CONNECTIONS", 8)
+    monkeypatch.setattr(limits, "CONNECTIONS_SECONDS", 0.05)
+    served = await serve("127.0.0.1:0")
+    async with AsyncExitStack() as opened:
+
+        async def caller() -> grpc.aio.Channel:
+            own = {"grpc.use_local_subchannel_pool": 1}
+            return await opened.enter_async_context(served.channel(**own))
+
+        running = await open_stream(await caller())
+        idle = [await caller() for _ in range(30)]
+        for channel in idle:
+            assert await ask(channel, "UnaryUnary", "hello") == "hello"
+        await until(lambda: connected(served.address) <= 8)
+        assert await ask(await caller(), "UnaryUnary", "new") == "new"
+        await echo(running, "still there")
+        assert await ask(idle[0], "UnaryUnary", "again") == "again", "it connects again"

@@ -1,6 +1,7 @@
-"""Nothing that runs on a server reads a format that can carry code."""
+"""Nothing that runs on a server reads a format that can carry code, or a clock that is set."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -55,3 +56,15 @@ def test_nothing_is_unpickled() -> None:
 )  # fmt: skip
 def test_the_test_sees_what_it_looks_for(text: str) -> None:
     assert faults(ast.parse(text))
+
+
+SERVICES = Path(__file__).parents[2] / "services"
+WALL = re.compile(r"\btime\.time\(|datetime\.(now|utcnow|today)\(|\btime\.localtime\(")
+
+
+def test_no_lease_and_no_timeout_depends_on_the_time_of_day() -> None:
+    """A jump of the clock would end them all at once, or never."""
+    files = [*SERVICES.rglob("*.py")]
+    found = [str(file) for file in files if WALL.search(file.read_text(encoding="utf-8"))]
+    assert len(files) > 100
+    assert not found

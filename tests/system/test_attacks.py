@@ -4,7 +4,6 @@ memory returns."""
 import asyncio
 import random
 import socket
-import struct
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -22,8 +21,6 @@ from paceline.v1 import (
     drafter_pb2,
     exchange_pb2,
     exchange_pb2_grpc,
-    kv_pb2,
-    kv_pb2_grpc,
     sampling_pb2,
     verifier_pb2,
     verifier_pb2_grpc,
@@ -34,7 +31,6 @@ TEXT: dict[str, Any] = {
     "max_new_tokens": 96, "ignore_eos": True, "temperature": 1.0, "seed": 7, "drafter": "ngram",
 }  # fmt: skip
 TARGET = Path(__file__).parents[2] / "models/demo/target"
-EMPTY_TREE = b"\x2a\x00"
 GROWTH = 1.2
 
 
@@ -139,49 +135,6 @@ async def connections(channel: Any, path: Path, rng: random.Random) -> None:
         each.close()
 
 
-async def frames(channel: Any, path: Path, rng: random.Random) -> None:
-    """Services that join and break the protocol: each gets an error that names it."""
-    request = exchange_pb2.JoinRequest
-    wrong: dict[str, bytes] = {
-        "2147483647 bytes": b"\xff\xff\xff\x7f" + bytes(1000),
-        "not a JoinRequest": framed(b"\xff" * 500),
-        "answers nothing": framed(b"") * 100,
-        "more than 65536 fields": framed(EMPTY_TREE * 70_000),
-        "names the sequence 1,": framed(
-            request(opened=[exchange_pb2.SequenceOpened(sequence=1)]).SerializeToString()
-        ),
-        "names the sequence 9223372036854775808": framed(
-            request(trees=[exchange_pb2.DraftedTree(sequence=1 << 63)]).SerializeToString()
-        ),
-        "closed the connection": b"\x10\0\0",
-    }
-    for error, sent in wrong.items():
-        call = exchange_pb2_grpc.DraftExchangeServiceStub(channel).Join()
-        await call.write(request(drafters=listed(1, "f")))
-        token = (await call.read()).joined.socket_token
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.connect(str(path))
-            connection.sendall(framed(token))
-            await call.read()
-            await asyncio.to_thread(connection.sendall, sent)
-            if error == "closed the connection":
-                connection.close()
-            assert error in (await failure(call)).details()
-
-
-async def failure(call: Any) -> grpc.aio.AioRpcError:
-    try:
-        while await call.read() is not grpc.aio.EOF:
-            pass
-    except grpc.aio.AioRpcError as error:
-        return error
-    raise AssertionError("the call ended without an error")
-
-
-def framed(message: bytes) -> bytes:
-    return struct.pack("<I", len(message)) + message
-
-
 CONSTRAINTS: tuple[dict[str, str], ...] = (
     {"json_schema": '{"type": "integer", "multipleOf": 99999989}'},
     {"regex": "(a|b){2000}"},
@@ -221,52 +174,9 @@ async def cancelled(channel: Any, path: Path, rng: random.Random) -> None:
         await asyncio.gather(*(one() for _ in range(8)))
 
 
-async def followers(channel: Any, path: Path, rng: random.Random) -> None:
-    """Wrong grants and layers, and followers that read nothing."""
-    stub = verifier_pb2_grpc.VerifierServiceStub(channel)
-    create = stub.CreateCache(verifier_pb2.CreateCacheRequest(prompt_tokens=[3] * 200))
-    *_, last = [each async for each in create]
-    created = last.created
-    follow = kv_pb2_grpc.KvExchangeServiceStub(channel).FollowCache
-    subscriptions: tuple[dict[str, Any], ...] = (
-        {"read_grant": b""}, {"read_grant": rng.randbytes(16)}, {"read_grant": created.handle},
-        *(
-            {"read_grant": created.read_grant, **fields}
-            for fields in (
-                {"layers": [-100], "budget": 1}, {"layers": [0] * 60_000, "budget": 1},
-                {"budget": 9, "policy": "x" * 9999}, {"hidden_state_layers": [(1 << 32) - 1]},
-            )
-        ),
-    )  # fmt: skip
-    for fields in subscriptions:
-        call = follow()
-        subscribe = kv_pb2.FollowSubscribe(**fields)
-        await call.write(kv_pb2.FollowCacheRequest(subscribe=subscribe))
-        assert (await failure(call)).code() in (
-            grpc.StatusCode.INVALID_ARGUMENT,
-            grpc.StatusCode.NOT_FOUND,
-            grpc.StatusCode.FAILED_PRECONDITION,
-        )
-    idle = [follow() for _ in range(100)]
-    for call in idle:
-        subscribe = kv_pb2.FollowSubscribe(read_grant=created.read_grant, budget=200)
-        await call.write(kv_pb2.FollowCacheRequest(subscribe=subscribe))
-    for call in idle:
-        call.cancel()
-
-
-async def silent_streams(channel: Any, path: Path, rng: random.Random) -> None:
-    stub = verifier_pb2_grpc.VerifierServiceStub(channel)
-    calls = [stub.Generate() for _ in range(300)]
-    await asyncio.sleep(0.5)
-    for call in calls:
-        call.cancel()
-
-
 Attack = Callable[[Any, Path, random.Random], Awaitable[None]]
 ATTACKS: tuple[Attack, ...] = (
-    lists, services_with_long_lists, unknown_fields, connections, frames, cancelled, followers,
-    silent_streams,
+    lists, services_with_long_lists, unknown_fields, connections, cancelled,
 )  # fmt: skip
 
 

@@ -30,6 +30,7 @@ Methods = Callable[[str], None]
 TOKENS = 24
 METHODS = {
     "longspec": "longspec:{layer},target={target},context=20",
+    "longspec-followed": "longspec:{layer},target={target},kv=follow,context=40",
     "dspark-tree": "dspark:{block},target={target}",
     "dspark-chain": "dspark:{block},target={target},widths=1",
     "dspark-followed": "dspark:{block},target={target},states=follow",
@@ -43,7 +44,6 @@ METHODS = {
     "selfspec-chunk": "selfspec:{target},context=48,kv=follow,kv_policy=chunk_topk",
     "selfspec-quest": "selfspec:{target},context=48,kv=follow,kv_policy=quest",
 }
-FOLLOWING = "longspec:{layer},target={target},kv=follow,context=40"
 SHAPES = (
     "longspec",
     "dspark-tree",
@@ -53,8 +53,6 @@ SHAPES = (
     "selfspec-mapped",
     "selfspec-quest",
 )  # methods that are tested with every family's shapes
-# Bytes per position on the wire by type of the cache: two heads of 16 numbers, keys and values.
-POSITION_BYTES = {"auto": 256, "int8": 80}
 SAMPLED = {
     "temperature": 0.7,
     "top_p": 0.9,
@@ -74,7 +72,7 @@ def methods_of(family: str) -> Collection[str]:
 def methods(
     models: dict[str, Path], sockets: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Methods]:
-    """Starts the drafter service of a family, with its methods; a llama's layer follows the KV."""
+    """Starts the drafter service of a family, with its methods."""
     with ExitStack() as running:
 
         @cache
@@ -88,12 +86,8 @@ def methods(
                 "head": write_head(target, folder / "head"),
             }
             loads = [f"{family}-{n}={METHODS[n].format(**paths)}" for n in methods_of(family)]
-            joins = [family]
-            if family == "llama":
-                loads.append(f"following={FOLLOWING.format(**paths)}")
-                joins += [f"follow-{kv}" for kv in POSITION_BYTES]
             given = [f"--load={each}" for each in loads]
-            given += [f"--verifier=unix:{sockets}/{each}" for each in joins]
+            given.append(f"--verifier=unix:{sockets}/{family}")
             running.enter_context(ServiceProcess("drafter", given, environment=THREADS))
 
         yield serve
@@ -136,47 +130,9 @@ async def test_tokens_are_those_of_no_drafter(
         return
     mapped = ("longspec", "dspark-tree", "dspark-chain", "selfspec-mapped")
     assert [kv_bytes[name] for name in mapped] == [0] * 4
-    assert kv_bytes["dspark-followed"] > 0
+    assert kv_bytes["dspark-followed"] > 0 < kv_bytes["longspec-followed"]
     chosen = kv_bytes["selfspec-chosen"]
     assert 0 < chosen < kv_bytes["selfspec-verified"] / 10, "positions without their KV"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kv", POSITION_BYTES)
-async def test_a_layer_follows_the_kv(
-    kv: str, models: dict[str, Path], methods: Methods, sockets: Path
-) -> None:
-    """Copies of 40 positions over gRPC, refreshed each round, across a restart of the verifier."""
-    prompts = [prompt * 8 for prompt in make_prompts(4, seed=9)]
-    options = {"temperature": 1.0, "ignore_eos": True}
-    arguments = ["--target", str(models["llama"]), f"--kv-cache-dtype={kv}"]
-    address = f"unix:{sockets}/follow-{kv}"
-    with ServiceProcess("verifier", arguments, address=address, environment=THREADS) as served:
-        await asyncio.to_thread(methods, "llama")
-        await asyncio.to_thread(wait_joined, address)
-        async with Client(address, drafting=EAGER, unread_chunks=2) as client:
-            plain = ids_of(await generate_all(client, prompts, "none", 48, **options))
-            drafted = await generate_all(client, prompts, "following", 48, **options)
-            assert ids_of(drafted) == plain
-            for result in drafted:
-                rounds = [r for r in result.stats.rounds if r.drafted]
-                whole, sent = 40 * POSITION_BYTES[kv], sum(r.kv_bytes for r in rounds)
-                assert whole <= sent < whole * len(rounds) / 4, "only what changed"
-            generation = client.generate(
-                prompts[0], max_new_tokens=48, temperature=1.0, seed=0, drafter="following",
-                ignore_eos=True,
-            )  # fmt: skip
-            pid, read = served.pid, 0
-            async for chunk in generation:
-                read += len(chunk.token_ids)
-                if read >= 12 and served.pid == pid:
-                    # The generation waits for its reader meanwhile.
-                    await asyncio.to_thread(served.kill)
-                    await asyncio.to_thread(served.start)
-            result = await generation
-            assert result.token_ids == plain[0]
-            assert result.stats.fallbacks["verifier_restarted"] == 1
-            assert ids_of(await generate_all(client, prompts, "following", 48, **options)) == plain
 
 
 async def test_rejection_sampling_with_every_method(

@@ -25,13 +25,11 @@ from paceline.train.corpus import Corpus, load_tokenizer
 from paceline.train.dspark import DSparkTrainer
 from paceline.train.eagle3 import Eagle3Trainer
 from paceline.train.longspec import LongSpecTrainer
-from paceline.train.mtp import MtpTrainer
 from paceline.train.own_text import Task, write_texts
 from paceline.train.presets import Stage
 from paceline.train.recipes.dspark import DSparkPreset
 from paceline.train.recipes.eagle3 import Eagle3Preset
 from paceline.train.recipes.longspec import LONGSPEC_PRESETS, LongSpecPreset
-from paceline.train.recipes.mtp import MtpPreset
 from paceline.train.run import Run
 from paceline.train.signals import signals_of
 
@@ -164,7 +162,7 @@ def test_rows_are_texts_from_their_beginning_each_once_an_epoch() -> None:
     assert torch.equal(other.next(2, 64), batches.next(2, 64))
 
 
-@pytest.mark.parametrize("method", ["longspec", "eagle3", "mtp"])
+@pytest.mark.parametrize("method", ["longspec", "eagle3"])
 def test_a_run_from_nothing_to_a_drafter(
     method: str, instruct: Path, corpus: Corpus, make_run: Callable[..., Run], tmp_path: Path
 ) -> None:
@@ -181,13 +179,6 @@ def test_a_run_from_nothing_to_a_drafter(
             Eagle3Preset(
                 taps=(0, 1), levels=2, window=16, minutes=60, steps=12, rows=4, length=12,
                 adamw_rate=3e-3, conversations=40, draft_vocab_size=100, norm_output=True,
-            ),
-        ),
-        "mtp": MtpTrainer(
-            instruct,
-            MtpPreset(
-                levels=2, window=16, minutes=60, steps=12, rows=4, length=12, adamw_rate=3e-3,
-                conversations=40, draft_vocab_size=100,
             ),
         ),
     }  # fmt: skip

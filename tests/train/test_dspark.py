@@ -1,8 +1,10 @@
-"""Training of a DSpark drafter: packing and loss."""
+"""Training of a DSpark drafter: packing, loss, and the temperatures of its confidences."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -12,6 +14,7 @@ from torch import Tensor
 from paceline.convert import load_config, load_decoder, open_model
 from paceline.drafter.methods.dspark import DSparkConfig
 from paceline.kernels.sampling import SamplingRules
+from paceline.train.calibration import Chain, fit_temperatures
 from paceline.train.dspark import CHUNK, TrainingBlocks, label_weights, weighted_loss, whole_blocks
 from paceline.train.own_text import Task, write_texts
 from paceline.train.recipes.dspark import DSparkPreset
@@ -128,3 +131,32 @@ def test_the_target_reads_as_a_verifier_would(target: Path) -> None:
     for text, state in zip(whole, (states[299], states[455]), strict=True):
         ((_, (token,)),) = write_texts(reader.decoder, [Task(text, SamplingRules(0.0), 1)], None)
         assert (reader.head.float() @ state).argmax().item() == token
+
+
+def chains(temperatures: Sequence[float], count: int, seed: int = 1) -> list[Chain]:
+    """Chains whose tokens are accepted with the probability of their logits over temperatures."""
+    draw = np.random.default_rng(seed)
+    logits = draw.normal(0.5, 2, (count, len(temperatures)))
+    accepted = draw.random(logits.shape) < 1 / (1 + np.exp(-logits / temperatures))
+    confidences = 1 / (1 + np.exp(-logits))
+    return [
+        Chain(tuple(row), int(right.cumprod().sum()))
+        for row, right in zip(confidences.tolist(), accepted, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("temperatures", [(1.0, 1.0), (2.0, 0.5), (0.5, 3.0)])
+def test_the_temperatures_that_made_confidences_wrong_are_found(
+    temperatures: tuple[float, ...],
+) -> None:
+    found = fit_temperatures(chains(temperatures, 6000), 2)
+    assert found == pytest.approx(temperatures, rel=0.15)
+
+
+def test_levels_with_few_chains_keep_their_logits() -> None:
+    many = chains((3.0,), 500)
+    few = chains((3.0, 3.0), 50, seed=2)
+    assert fit_temperatures([*many, *few], 3)[1:] == (1.0, 1.0)
+    assert fit_temperatures([*many, *few], 3)[0] > 1.5
+    assert fit_temperatures(few, 2) == (1.0, 1.0)
+    assert fit_temperatures([], 2) == (1.0, 1.0)

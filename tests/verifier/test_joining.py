@@ -393,25 +393,3 @@ async def test_lists_of_drafters_are_taken_one_at_a_time(
     await announce("second")
     await client.generate(PROMPT, None, **FIELDS)
     assert names() == ["first"]
-
-
-async def test_the_drafters_of_all_services_are_bounded(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each client gets them with GetModel, in one message."""
-    service = client.drafter_service
-    await service.joining()
-    size = client.service.exchange._links[0].drafters.ByteSize()
-    monkeypatch.setattr(limits, "DRAFTER_LISTS_BYTES", 2 * size + 10)
-    await service.update(service.infos)  # its own earlier list does not count
-    async with client.new_drafter_service() as second, client.new_drafter_service() as third:
-        await second.joining()
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await third.joining()
-        assert reason_of(caught.value) == "TOO_MANY_DRAFTERS"
-        await second.leave()
-        third.joined = None
-        await third.joining()
-    longer = exchange_pb2.DrafterList(drafters=[service.info("1" * 200)] * 200)
-    await service.call.write(exchange_pb2.JoinRequest(drafters=longer))
-    assert await service.error() == (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_DRAFTERS")

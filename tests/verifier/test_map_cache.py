@@ -1,9 +1,11 @@
-"""Mapping: what the holder of a read grant can do."""
+"""Segments of shared memory: reserved before written, mapped by who holds a read grant, freed."""
 
 import asyncio
+import errno
 import math
 import os
 import struct
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +13,13 @@ from calls import until
 from test_store import new_store
 from verifier_support import LAYOUT, Client, Clock
 
+from paceline.kv.segment import HEADER_BYTES
 from paceline.service.exchange import request_files
 from paceline.text import Text
 from paceline.v1 import kv_pb2
 from paceline.verifier.engine.job import Request
+from paceline.verifier.kv.base import OutOfMemory
+from paceline.verifier.kv.segment import Segment
 from paceline.verifier.store import CacheNotFound
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -86,3 +91,40 @@ async def test_an_expired_lease_ends_access_before_the_sweep() -> None:
         store.find_granted(cache.read_grant)
     assert await store.sweep() == 1
     store.check_integrity()
+
+
+def test_memory_comes_when_reserved(segment: Segment) -> None:
+    def pages() -> int:
+        return os.fstat(segment.file).st_blocks * 512
+
+    size = HEADER_BYTES + 1024 * LAYOUT.token_bytes
+    assert os.fstat(segment.file).st_size == segment.file_bytes == size
+    assert pages() == HEADER_BYTES
+    segment.reserve(1)
+    assert segment.reserved == 256
+    assert pages() == HEADER_BYTES + 256 * LAYOUT.token_bytes
+    segment.kv[..., :256, :] = 1.0
+    assert pages() == HEADER_BYTES + 256 * LAYOUT.token_bytes, (
+        "writing took no memory beyond the reservation"
+    )
+    segment.reserve(300)
+    assert segment.reserved == 512
+    segment.reserve(10_000)
+    assert segment.reserved == segment.capacity == 1024
+
+
+def test_a_full_disk_is_an_error_and_no_signal(
+    segment: Segment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segment.reserve(256)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OutOfMemory, match="256 more tokens"):
+        segment.reserve(257)
+    assert segment.reserved == 256
+    monkeypatch.undo()
+    segment.reserve(257)
+    assert segment.reserved == 512

@@ -13,6 +13,7 @@ from unittest.mock import Mock, patch
 
 import grpc
 import pytest
+import tiny_models
 import torch
 from calls import reason_of
 from fakes.exchange import Drafter, DrafterService
@@ -38,24 +39,14 @@ def text(seed: int, length: int) -> list[int]:
     return [rng.randrange(VOCAB) for _ in range(length)]
 
 
-def make_model(
-    folder: Path, family: str, *, dtype: str = "float32", seed: int = 0, **changes: Any
-) -> Path:
+def make_model(folder: Path, family: str, **changes: Any) -> Path:
     """A random model with spread-out logits, so that its argmax does not depend on rounding."""
-    import transformers
-
-    torch.manual_seed(seed)
     shape = {
-        "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 64, "head_dim": 16,
         "max_position_embeddings": CONTEXT, "initializer_range": 0.3,
         "tie_word_embeddings": family == "Qwen3", "eos_token_id": 0, "bos_token_id": 1,
-        "pad_token_id": None, **changes,
     }  # fmt: skip
-    config = getattr(transformers, f"{family}Config")(**shape)
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
-    model.to(getattr(torch, dtype)).save_pretrained(folder)
-    return folder
+    return tiny_models.make_model(folder, family, **shape | changes)
 
 
 class Clock:

@@ -256,14 +256,6 @@ def test_drafts_of_a_service_are_accepted_and_change_no_text(
         assert running.accepted("first") > 100
 
 
-def test_eight_requests_at_once(running: Running, texts: list[str]) -> None:
-    before = running.joined()
-    with running.drafter("eight"), ThreadPoolExecutor(8) as pool:
-        until(lambda: running.joined() > before)
-        assert list(pool.map(lambda prompt: ask(running.url, prompt), PROMPTS)) == texts
-        assert running.accepted("eight") > 100
-
-
 def test_a_drafter_that_is_killed_in_mid_stream(running: Running, texts: list[str]) -> None:
     before = running.joined()
     with running.drafter("killed") as drafter:
@@ -319,17 +311,3 @@ def test_versions_are_swapped_in_mid_stream_and_rolled_back(
         newest = running.accepted("swapped", "3")
         assert ask(running.url, PROMPTS[4]) == texts[4]
         assert running.accepted("swapped", "3") == newest
-
-
-def test_a_second_service_takes_over_from_the_first(running: Running, texts: list[str]) -> None:
-    before = running.joined()
-    with running.drafter("one") as one:
-        until(lambda: running.joined() > before)
-        with running.drafter("two"):
-            until(lambda: running.joined() > before + 1)
-            assert ask(running.url, PROMPTS[0]) == texts[0]
-            assert running.accepted("one") > 0
-            assert running.accepted("two") == 0
-            one.kill()
-            assert ask(running.url, PROMPTS[2]) == texts[2]
-            assert running.accepted("two") > 0
