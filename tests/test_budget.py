@@ -12,13 +12,13 @@ ROOT = Path(__file__).resolve().parent.parent
 
 BUDGET = {
     "kernels": 14_175,
-    "services/common": 13_370,
-    "services/verifier": 10_440,
-    "services/drafter": 10_605,
+    "services/common": 13_365,
+    "services/verifier": 10_447,
+    "services/drafter": 10_602,
     "client": 15_110,
-    "train": 5_625,
-    "bench": 7_020,
-    "tests": 48_880,
+    "train": 5_610,
+    "bench": 7_025,
+    "tests": 49_015,
 }  # maximum number of lines
 SLACK = 0.01  # a folder that is smaller than its budget by a larger share lowers it
 _PRODUCT = ("kernels", "services", "client")

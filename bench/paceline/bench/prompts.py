@@ -147,8 +147,7 @@ def needle_prompts(texts: Sequence[list[int]], target: Path) -> list[list[int]]:
     Args:
         texts: Token ids around the table, at least 1,024 each; their lengths are kept.
 
-    Raises:
-        ValueError: A text is too short.
+    Raises ``ValueError`` if a text is too short.
     """
     found = []
     for seed, text in enumerate(texts):

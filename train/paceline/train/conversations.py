@@ -172,8 +172,7 @@ def write_conversations(
     Args:
         kinds: Those of :data:`KINDS` that are written, at their shares of a mixture of all.
 
-    Raises:
-        ValueError: There is no chat template, a kind is unknown, or the file is damaged.
+    Raises ``ValueError`` if there is no chat template, a kind is unknown, or the file is damaged.
     """
     if unknown := set(kinds) - set(KINDS):
         raise ValueError(f"no kinds of conversations: {unknown}; expected some of {KINDS}")

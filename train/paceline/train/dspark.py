@@ -106,8 +106,7 @@ class ChunkedBlockLoss(torch.autograd.Function):
             features: Of its sequential head, fp32 `[P, r]`, or None.
             markov: W2 of that head, fp32 `[R, r]`, or None.
 
-        Returns:
-            The weighted sum, and the distance of each position `[P]`, which has no gradient.
+        Returns the weighted sum, and the distance of each position `[P]`, which has no gradient.
         """
         if features is None or markov is None:  # a head of rank 0
             features, markov = hidden[:, :0], head[:, :0].float()

@@ -112,9 +112,8 @@ def signals_of(
         until: Time after which no text is run, on the clock `time.monotonic`. The signals are of
             the first texts alone then, of at least one.
 
-    Raises:
-        ValueError: The files are about other texts, another target or other layers.
-        OSError: The disk has no room for the files.
+    Raises ``ValueError`` if the files are about other texts, another target or other layers, and
+    ``OSError`` if the disk has no room for the files.
     """
     config, state = decoder.config, PartialState(cpu=True)
     starts = [0, *np.cumsum([len(text) for text in texts]).tolist()]

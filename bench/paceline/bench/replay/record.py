@@ -83,11 +83,8 @@ async def record(
     Args:
         drafters: Specifications by name; of ``local`` it is the verifier's own sources.
 
-    Returns:
-        The traces of each drafter. A text of which a mode emitted other tokens is an error.
-
-    Raises:
-        RuntimeError: Texts differ.
+    Returns the traces of each drafter. A text of which a mode emitted other tokens is an error.
+    Raises ``RuntimeError`` if texts differ.
     """
     sources = [each for each in drafters.get(LOCAL.name, "").split(",") if each]
     service = build_service(

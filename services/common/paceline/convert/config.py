@@ -29,8 +29,7 @@ def decoder_config(
         weights: One of ``WEIGHTS``, or a torch type.
         stored: Format of the weights as they are stored; None: that of the model's type.
 
-    Raises:
-        UnsupportedModelError: Architecture, feature or format that is not supported.
+    Raises ``UnsupportedModelError`` if an architecture, feature or format is not supported.
     """
     requested = str(weights).removeprefix("torch.")
     if requested not in WEIGHTS:

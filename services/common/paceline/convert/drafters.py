@@ -118,9 +118,8 @@ def published_shape(described: Json, method: str, target_layers: int = 0) -> dic
         method: That of the drafter.
         target_layers: Number of layers of the target; 0: not known.
 
-    Raises:
-        UnsupportedModelError: It is of another method, needs an unsupported feature, lacks a field,
-            or is for a target of another depth.
+    Raises ``UnsupportedModelError`` if it is of another method, needs an unsupported feature, lacks
+    a field, or is for a target of another depth.
     """
     known = published(described)
     if known is None or known[0] != method:

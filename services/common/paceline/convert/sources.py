@@ -256,10 +256,9 @@ def open_model(path: str | Path | ModelSource, lora: str | Path | None = None) -
         path: The folder or file, or what is returned for it.
         lora: Folder of an adapter that is merged into it; see :class:`LoraModel`.
 
-    Raises:
-        UnsupportedModelError: The file is damaged or of a kind that is not supported, or the
-            adapter is.
-        FileNotFoundError: There is no such file, or the folder has no config.json.
+    Raises ``UnsupportedModelError`` if the file is damaged or of a kind that is not supported, or
+    the adapter is, and ``FileNotFoundError`` if there is no such file, or the folder has no
+    config.json.
     """
     if lora:
         return LoraModel(open_model(path), Path(lora))

@@ -104,10 +104,9 @@ def prepare(
         device: Where it will run.
         progress: Called with the number of layers that are packed, and of all.
 
-    Raises:
-        UnsupportedModelError: It is damaged, of a kind that is not supported, or takes too much
-            memory or time.
-        FileNotFoundError: There is no such file, or the folder has no config.json.
+    Raises ``UnsupportedModelError`` if it is damaged, of a kind that is not supported, or takes too
+    much memory or time, and ``FileNotFoundError`` if there is no such file, or the folder has no
+    config.json.
     """
     path, lora = Path(path), str(Path(lora).resolve()) if lora else ""
     if torch.device(device).type != "cpu":

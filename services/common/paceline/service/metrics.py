@@ -83,8 +83,7 @@ class MetricsEndpoint(ThreadingWSGIServer):
         token: bearer token required of readers; None: none is required.
         tls: for HTTPS; None: plain HTTP.
 
-    Raises:
-        OSError: The address cannot be listened on.
+    Raises ``OSError`` if the address cannot be listened on.
     """
 
     # Without this, a second server on the same port would take half of the calls.

@@ -196,12 +196,10 @@ def build_service(
         access: Credentials for the verifiers; None: no token and no TLS.
         metrics: Registry of metrics to add its metrics to; None: no metrics.
 
-    Raises:
-        LoadError: A method is unknown or cannot be imported.
-        OptionsError: The TLS authorities of ``access`` cannot be read, or an address of
-            ``verifiers`` is malformed.
-        OSError: Another TLS file of it cannot be read.
-        ValueError: There is no such device.
+    Raises ``LoadError`` if a method is unknown or cannot be imported, ``OptionsError`` if the TLS
+    authorities of ``access`` cannot be read, or an address of ``verifiers`` is malformed,
+    ``OSError`` if another TLS file of it cannot be read, and ``ValueError`` if there is no such
+    device.
     """
     drafted_on = drafting_device(device)
     kv = KvExchange(access or VerifierAccess(), drafted_on)

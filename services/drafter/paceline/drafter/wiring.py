@@ -53,8 +53,7 @@ def drafting_device(name: str) -> str:
             on the same machine takes the first, and if the second can read the first's memory;
             else the first GPU, or the CPU.
 
-    Raises:
-        ValueError: The name is malformed, or there is no such device.
+    Raises ``ValueError`` if the name is malformed, or there is no such device.
     """
     # Drafters without weights need no torch, whose import takes seconds.
     if name == "cpu":

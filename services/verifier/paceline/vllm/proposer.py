@@ -140,8 +140,7 @@ class PacelineProposer:
             token_ids_cpu: Tokens of the rows, int ``[R, L]``.
             slot_mappings: Not used.
 
-        Returns:
-            A chain of each row, empty where drafting does not pay.
+        Returns a chain of each row, empty where drafting does not pay.
         """
         chains: list[list[int]] = [[] for _ in sampled_token_ids]
         if not self._settings.leads:

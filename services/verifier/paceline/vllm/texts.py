@@ -89,9 +89,8 @@ class RunningTexts:
             lengths: Tokens of each row, the new ones included, int ``[R]``.
             rows: Tokens of the rows, int ``[R, L]``.
 
-        Returns:
-            The texts in the order of rows, with their new tokens, and whether there was nothing
-            else in the batch: no prompt, and no text that was not known.
+        Returns the texts in the order of rows, with their new tokens, and whether there was nothing
+        else in the batch: no prompt, and no text that was not known.
         """
         last = {text.row: text for text in sorted(self._texts, key=lambda text: text.seen_at)}
         left = list(self._texts)

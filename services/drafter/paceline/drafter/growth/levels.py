@@ -122,13 +122,8 @@ def text_pass(parts: Sequence[PassPart], inputs: StateRows | None = None) -> Hos
 
 
 def level_passes(starts: Sequence[int], lengths: Sequence[int], shape: TreeShape) -> list[HostPass]:
-    """Return the passes for all levels but the first: over all nodes so far.
-
-    Args:
-        starts: Cache slot of the first node, by sequence.
-        lengths: Its position.
-        shape: Of the trees.
-    """
+    """Return the passes for all levels but the first, over all nodes so far: the first node of a
+    sequence has this cache slot and this position."""
     found, first = [], np.array(starts, np.int64)
     for level in range(1, len(shape.sizes)):
         block = LevelBlock(0, starts[0], None, shape.stops[level], levels=shape.sizes[:level])

@@ -142,8 +142,7 @@ class Ranker:
             position: Absolute position of the token.
             chain: Drafted tokens that penalties depend on too.
 
-        Returns:
-            The token, the log of its confidence, and the distribution that it was drawn from.
+        Returns the token, the log of its confidence, and the distribution that it was drawn from.
         """
         whole = penalised([self], logits[None], chain)[:, : self._vocab_size].cpu()
         (scores,) = perturbed_logits(whole, [self.params], [-1])

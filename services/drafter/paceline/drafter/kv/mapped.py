@@ -41,8 +41,7 @@ class CacheFile:
             file: Descriptor that the verifier passed. It is closed here in any case.
             pool: Descriptor of the pool on a GPU; -1: there is none. It is closed with the mapping.
 
-        Raises:
-            KvNotShared: It is not the segment of an open cache.
+        Raises ``KvNotShared`` if it is not the segment of an open cache.
         """
         self.pool = pool  # descriptor of the pool on a GPU; -1: there is none
         # Also if nobody waits for this mapping any more.

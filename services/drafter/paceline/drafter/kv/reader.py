@@ -208,9 +208,8 @@ class StateReader(CacheReader):
             begin: First position.
             end: One past the last position, at most :attr:`committed`.
 
-        Returns:
-            The first position that is available: ``begin``, or a later one if that is no longer
-            kept. And the rows ``[end - first, layers * hidden]``.
+        Returns the first position that is available: ``begin``, or a later one if that is no longer
+        kept. And the rows ``[end - first, layers * hidden]``.
         """
 
     def slice(self, begin: int, end: int) -> StateSlice:

@@ -40,12 +40,8 @@ Run = Callable[[int, int, int], float]
 
 @dataclass(frozen=True)
 class CostTable:
-    """Times of steps by their batch tokens, and what contexts add to them.
-
-    Raises:
-        ValueError: There are fewer than two points, they do not rise, or a time is not positive
-            and finite.
-    """
+    """Times of steps by their batch tokens, and what contexts add to them. Raises ``ValueError`` if
+    there are fewer than two points, they do not rise, or a time is not positive and finite."""
 
     tokens: tuple[int, ...]  # batch tokens of the points, rising
     seconds: tuple[float, ...]  # time of a step at each point, without the rest. Unit: seconds.

@@ -224,8 +224,7 @@ class Scheduler:
                 names of their drafters, which pay for that; for engines where a tree that is late
                 stops the others too.
 
-        Returns:
-            The time of a plain step under the same load; 0: not measured. Unit: microseconds.
+        Returns the time of a plain step under the same load; 0: not measured. Unit: microseconds.
         """
         plan, self._plan, self._least = self._plan, None, None
         passed, self._ended = ended - self._ended, ended

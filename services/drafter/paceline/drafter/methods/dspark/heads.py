@@ -47,15 +47,9 @@ class MarkovHead(nn.Module):
         return self.gate_proj(hidden) * before if self.kind == "product" else before
 
     def forward(self, before: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute all positions of blocks whose tokens are known.
-
-        Args:
-            before: W1's row number of the token before each position, int64 ``[N, S]``.
-            hidden: The backbone's hidden states, ``[N, S, hidden]``.
-
-        Returns:
-            Features, of which W2 makes the bias, and W1's rows, both ``[N, S, r]``.
-        """
+        """Compute features, of which W2 makes the bias, and W1's rows, both ``[N, S, r]``, of all
+        positions of blocks: by W1's row number of the token before each, int64 ``[N, S]``, and the
+        backbone's hidden states, ``[N, S, hidden]``."""
         rows = self.markov_w1(before)
         return self.features(rows, hidden), rows
 
