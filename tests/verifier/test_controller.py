@@ -188,12 +188,15 @@ def test_a_text_is_read_where_drafts_gain_more_than_that_costs() -> None:
     assert not any(useless.step(tokens=0.0) for _ in range(100))
 
 
-def test_a_stall_while_a_text_is_read_does_not_keep_others_from_it() -> None:
+def test_a_stall_does_not_keep_texts_from_a_drafter() -> None:
     drafter = known(Account())
     Reader(drafter, 50, slow=1000.0).step()
     known(drafter)
     text = Reader(drafter, 100)
     assert any(text.step() for _ in range(4))
+    text.unread = 0
+    text.step(cost=1000.0)
+    assert text.state.asks(0.2), "one round of a machine that stood still says little"
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.floats(0.1, 4.0)), min_size=1, max_size=40))

@@ -174,8 +174,8 @@ class SequenceState:
         else:
             self._decoded(emitted)
         if tree:
-            self.own.verified(emitted, passed)
-            drafter.verified(emitted, passed)
+            for account in (self.own, drafter):
+                account.verified(emitted, min(passed, OUTLIER))
         drafter.nodes, drafter.exponent = self.own.nodes, self.own.exponent
         # The round after a tree counts too: the way back to plain decoding is part of its cost.
         self.drafting, self.reading = tree, False
