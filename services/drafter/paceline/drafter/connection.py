@@ -136,7 +136,6 @@ class Connection:
 
     @property
     def carrier(self) -> str:
-        """How messages travel: socket or stream."""
         return "stream" if self._socket is None else "socket"
 
     async def close(self) -> None:
@@ -150,7 +149,6 @@ class Connection:
     # The drafting thread.
 
     def start(self) -> None:
-        """Read the socket from now on."""
         if self._socket is not None:
             self._worker.add_socket(self._socket.fileno(), self._read)
 
@@ -207,7 +205,6 @@ class Connection:
         self._worker.watch_writable(socket.fileno(), writable=socket.unsent)
 
     def _break(self, why: str) -> None:
-        """End the connection because of the verifier."""
         self._end()
         self._call_soon(self._fail, why)
 
@@ -232,7 +229,6 @@ class Connection:
             self._call_soon(self._closed)
 
     def _refuse(self, sequence: _Sequence, error: ServiceError) -> None:
-        """Give a sequence up, if it is still open."""
         if self.sequences.get(sequence.number) is not sequence:
             return
         logger.debug("refused a sequence: %s: %s", error.reason, error.message)
@@ -326,7 +322,6 @@ class Connection:
             self._draft(sequence)
 
     def _replaceable(self, sequence: _Sequence, version: Version) -> bool:
-        """Whether another version may draft for a sequence."""
         other = self._parts.registry.replacement(version)
         return not sequence.message.version and other is not None
 
@@ -437,7 +432,6 @@ class Connection:
                 )
 
     def _evicted(self, sequence: _Sequence) -> None:
-        """The version of a sequence was unloaded by force."""
         sequence.evicted = True
         if sequence.attachment is not None:
             version = sequence.attachment.version
@@ -467,12 +461,10 @@ class Connection:
         task.add_done_callback(self._tasks.discard)
 
     def _opened(self, sequence: _Sequence, tokens: list[int]) -> None:
-        """The verifier opened a sequence: count it in."""
         self._parts.sequences += 1
         self._start(self._opening(sequence, tokens))
 
     async def _opening(self, sequence: _Sequence, tokens: list[int]) -> None:
-        """Open a sequence at a version, and hand it to the drafting thread."""
         parts, message = self._parts, sequence.message
         try:
             if parts.draining:

@@ -50,8 +50,6 @@ class DraftStatistics:
 
 @dataclass(frozen=True)
 class Drafted:
-    """Result of one round."""
-
     tree: TokenTree
     draft_seconds: float
     queue_seconds: float
@@ -136,7 +134,6 @@ class Session:
         return self._last
 
     def close(self) -> None:
-        """Free the sequence, then what it reads."""
         try:
             self.sequence.close()
         finally:

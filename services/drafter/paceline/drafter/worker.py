@@ -33,8 +33,6 @@ _Result = TypeVar("_Result")
 
 @dataclass(eq=False)
 class Job:
-    """One round of one session."""
-
     session: Session
     update: Update
     budget: Budget
@@ -143,7 +141,6 @@ class DraftWorker:
         self._waiter.watch_writable(descriptor, writable=writable)
 
     def remove_socket(self, descriptor: int) -> None:
-        """Forget a socket, before it is closed."""
         del self._readers[descriptor]
         self._waiter.remove(descriptor)
 

@@ -128,7 +128,6 @@ class Drafting:
         self._unread: set[int] = set()
 
     def join(self, link: Link) -> None:
-        """Use a service from now on."""
         link.joined = True
         self.links.append(link)
         self._note_defaults()
@@ -303,7 +302,6 @@ class Drafting:
                 self._fail(link, ServiceError.invalid_argument("BAD_MESSAGE", error))
 
     def receive(self, link: Link, message: exchange_pb2.JoinRequest) -> None:
-        """Take a message of a service."""
         if not link.joined:
             return
         try:
@@ -340,7 +338,6 @@ class Drafting:
             self._fail(link, error)
 
     def expire(self, now: float) -> None:
-        """End the waits that are over."""
         late = [job for job, until in self.waiting.items() if until <= now]
         for job in late:
             sequence = job.at_drafter
@@ -353,7 +350,6 @@ class Drafting:
             self._resume(sequence)
 
     def close(self, job: DraftedText) -> None:
-        """A job is done."""
         self.waiting.pop(job, None)
         sequence, job.at_drafter = job.at_drafter, None
         if sequence is not None:
@@ -504,7 +500,6 @@ class Drafting:
             self._resume(sequence)
 
     def _resume(self, sequence: SequenceAtDrafter) -> None:
-        """End the wait of a job."""
         job = sequence.job
         del self.waiting[job]
         if sequence.traceparent:
@@ -521,7 +516,6 @@ class Drafting:
         self.ready.append(job)
 
     def _fail(self, link: Link, error: ServiceError) -> None:
-        """End a connection."""
         _log.warning("a drafter service was disconnected", extra={"fault": error.message})
         self.leave(link, error.message)
         link.end(error)

@@ -32,7 +32,6 @@ class DraftingLock:
 
     @contextmanager
     def held(self) -> Iterator[Drafting]:
-        """Hold it in the body."""
         with self._lock:
             self.look(0.0)
             yield self._drafting

@@ -348,7 +348,6 @@ class Engine:
     def _answer(
         self, jobs: Sequence[EngineJob], outputs: Sequence[StepOutput | None], step: StepTimes
     ) -> None:
-        """Hand the outputs of a step to its jobs."""
         self._began = False
         for job, output in zip(jobs, outputs, strict=True):
             if job.retry is not None:

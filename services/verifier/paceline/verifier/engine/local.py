@@ -116,7 +116,6 @@ class LocalGuesses:
         return tree
 
     def close(self) -> None:
-        """End the text."""
         if self.text is not None:
             self.text.close()
 

@@ -127,7 +127,6 @@ class PrefixCache:
         sequence.kv.close()
 
     def clear(self) -> None:
-        """Free the memory of all ended sequences."""
         while self.evict():
             pass
 
@@ -180,7 +179,6 @@ class JobQueue:
         return len(self._decodes) + len(self.prompts)
 
     def add(self, job: EngineJob) -> None:
-        """Append a job."""
         job.queued = True
         if isinstance(job, Decode):
             self._decodes.append(job)
@@ -292,7 +290,6 @@ class CommandThread:
         self._thread.start()
 
     def submit(self, command: Callable[[], None]) -> None:
-        """Queue a command."""
         self._commands.put(command)
         self.waiter.wake()
 

@@ -16,7 +16,7 @@ texts have places that it knows), and late if it pays nowhere.
 Where the verifier's own tree promises more than a round with a draft, none is asked for, and a
 drafter that would have to read a long text first is given it only if its drafts should gain more
 than that. Both compare what rounds of the drafter brought and took, in this text and others. The
-rules were chosen on recorded rounds (``paceline bench replay``).
+rules were chosen on recorded trees.
 
 A sequence for which several drafters draft in turn has a balance with each of them. A round counts
 for the drafter whose tree was verified; to the others its tokens are plain ones.
@@ -122,7 +122,6 @@ class SequenceState:
 
     @property
     def drafts(self) -> bool:
-        """Whether it drafts."""
         return self.own.balance > 0
 
     @property
@@ -192,7 +191,6 @@ class SequenceState:
         self._began, self.owed = now, 0.0
 
     def _drafted(self, gain: float) -> None:
-        """A round with a draft gained so many plain tokens."""
         drafter, before = self._drafter, self.own.balance
         paying = drafter.paying
         self._end_reading()
@@ -204,7 +202,6 @@ class SequenceState:
             self._share = max(_LEAST_IF_PAYING, self._share / 2)
 
     def end(self) -> None:
-        """The text has ended."""
         self._drafter.emitted += _READ * (self._emitted - self._drafter.emitted)
 
     def _read(self, lost: float) -> None:
@@ -219,7 +216,6 @@ class SequenceState:
             self._drafter.reading += _READ * (cost - self._drafter.reading)
 
     def _decoded(self, emitted: int) -> None:
-        """A plain round emitted so many tokens."""
         drafter = self._drafter
         self._end_reading()
         self.own.decoded((self._share if drafter.paying else _SHARE) * emitted)
@@ -295,7 +291,6 @@ class PlainClock:
         return _PlainSpeed() if nearest is None else self._speeds[nearest]
 
     def to_json(self) -> dict[str, Any]:
-        """The ratios that are known."""
         speeds = self._speeds.items()
         return {str(bucket): speed.ratio for bucket, speed in speeds if speed.missing <= 0}
 
@@ -317,7 +312,6 @@ class Drafters:
         self._named: OrderedDict[str, Account] = OrderedDict()
 
     def of(self, name: str) -> Account:
-        """Account of a name."""
         account = self._named.setdefault(name, Account())
         self._named.move_to_end(name)
         while len(self._named) > _NAMES:
@@ -325,7 +319,6 @@ class Drafters:
         return account
 
     def to_json(self) -> dict[str, Any]:
-        """The accounts."""
         return {name: asdict(each) for name, each in self._named.items()}
 
     def load_json(self, stored: dict[str, Any]) -> None:

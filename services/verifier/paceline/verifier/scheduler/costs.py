@@ -124,7 +124,6 @@ class Costs:
             self._seconds[point] = max(changed, self.profiled.seconds[point] / 10)
 
     def to_json(self) -> dict[str, Any]:
-        """The corrections."""
         return {"scale": self.scale, "seconds": self._seconds}
 
     def load_json(self, stored: Mapping[str, Any]) -> None:
