@@ -205,9 +205,11 @@ class SequenceState:
         self._drafter.emitted += _READ * (self._emitted - self._drafter.emitted)
 
     def _read(self, lost: float) -> None:
-        """A step beside which the drafter read took longer by so many plain tokens."""
+        """A step beside which the drafter read took longer by so many plain tokens. One may have
+        been disturbed; many tell what reading costs before it ends."""
         self._lost += lost
-        self._drafter.reading = max(self._drafter.reading, self._lost / self._length)
+        so_far = (self._lost - OUTLIER) / self._length
+        self._drafter.reading = max(self._drafter.reading, so_far)
 
     def _end_reading(self) -> None:
         """The drafter has read the text, if it did."""
