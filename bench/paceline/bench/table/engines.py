@@ -148,7 +148,7 @@ class PacelineServices:
             json_schema=request.json_schema or None,
             drafter=None if mode == DEFAULT else mode.removesuffix(self._end),
             # Other modes have the same text, and none may remember it.
-            isolated=mode in (LOCAL, DEFAULT),
+            isolated=True,
             parent=parent,
         )
         async for _ in generation:
