@@ -1,5 +1,4 @@
-"""How long a text waits for its drafter, by what is known of this version. The clock is the
-test's."""
+"""How long a text waits for its drafter. The clock is the test's."""
 
 from typing import Any
 
@@ -119,8 +118,7 @@ def test_a_long_text_may_be_read_for_longer(prompt: int, monkeypatch: pytest.Mon
     if prompt == 5:
         assert [reason for reason, _ in peer.job.fallbacks] == ["drafter_hung"]
         return
-    answer = exchange_pb2.SequenceOpened(sequence=opened.sequence, version="1")
-    peer.answer(opened=[answer])
+    peer.answer(opened=[exchange_pb2.SequenceOpened(sequence=opened.sequence, version="1")])
     assert peer.timeout() == 2.0
     assert peer.draft(0.5)
     assert not peer.job.fallbacks
