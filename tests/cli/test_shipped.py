@@ -26,7 +26,7 @@ def test_drafters_are_found_by_the_weights_of_their_target(target: Path, tmp_pat
     assert shipped.drafters_for(ours) == [
         f"longspec=longspec:{DEMO / 'longspec'},{levels}{int8},target={ours}",
         f"dspark=dspark:{DEMO / 'dspark'},{tree}{int4},target={ours}",
-        f"lm=lm:{DEMO / 'lm'}{int4}",
+        f"lm=lm:{DEMO / 'lm'}{int8}",
         "ngram=ngram",
     ]
     moved = tmp_path / "elsewhere"
@@ -160,7 +160,7 @@ def test_a_smaller_model_beside_a_large_one_drafts_for_it(
     large, small = family / "large", family / "small"
     assert shipped.only_looks_up(large, on_gpu=False), "none for so small a target"
     monkeypatch.setattr(shipped, "_MIN_TARGET", 1)
-    assert shipped.drafters_for(large) == [f"lm=lm:{small},weights=int4", "ngram=ngram"]
+    assert shipped.drafters_for(large) == [f"lm=lm:{small},weights=int8", "ngram=ngram"]
     assert shipped.drafters_for(large, "cuda:0") == [f"lm=lm:{small}", "ngram=ngram"]
     assert not shipped.only_looks_up(large, on_gpu=False)
     assert shipped.smaller_model(small) is None

@@ -67,7 +67,7 @@ def test_greedy_texts_are_those_of_transformers(model: NamedModel) -> None:
 def services() -> Iterator[tuple[ServiceProcess, ServiceProcess]]:
     target, drafter = fetched(MODELS[TARGET]), fetched(MODELS[DRAFTER])
     verifier = ["--target", str(target), "--kv-bytes", str(1 << 31)]
-    loads = [f"--load=lm=lm:{drafter},weights=int4", "--load=ngram"]
+    loads = [f"--load=lm=lm:{drafter},weights=int8", "--load=ngram"]
     with local_services(verifier, loads) as processes:
         yield processes
 
@@ -106,7 +106,7 @@ async def test_texts_are_identical(
 
 def swap(services: Sequence[ServiceProcess]) -> None:
     where = ["--address", services[1].address]
-    loaded = ["lm", "lm", str(MODELS[DRAFTER].path), "--option=weights=int8"]
+    loaded = ["lm", "lm", str(MODELS[DRAFTER].path), "--option=weights=int4"]
     assert main(["drafters", "load", *where, *loaded, "--activate"]) == 0
 
 

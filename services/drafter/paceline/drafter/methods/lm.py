@@ -278,7 +278,7 @@ class LmOptions(TreeOptions):
 class LmDrafter(Drafter):
     method: ClassVar[str] = "lm"
     label: ClassVar[str] = "small language model"
-    cpu_weights: ClassVar[str] = "int4"
+    cpu_weights: ClassVar[str] = "int8"
     growth: TreeGrowth
 
     def __init__(self, decoder: Decoder, options: LmOptions, fit: Fit, size: int) -> None:
