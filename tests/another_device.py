@@ -8,7 +8,7 @@ Importing this changes what devices PyTorch knows in this process, for good.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from paceline.device import DEVICES, Device
 
 _setup_privateuseone_for_python_backend("other")
 
@@ -29,6 +31,26 @@ _ANSWERS = {
     "aten::_fused_sdp_choice": 0,  # plain: others are called by a device's own names
     "aten::_has_compatible_shallow_copy_type": False,
 }
+
+
+class _Device(Device):
+    packs = False
+    runs_beside = True
+
+    def use(self) -> None:
+        enter_thread()
+
+    def receive(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [
+            torch.empty(each.shape, dtype=each.dtype).copy_(each, non_blocking=True)
+            for each in tensors
+        ]
+
+    def map(self, work: Any, numbers: Any, cores: int | None = None) -> list[Any]:
+        return list(map(work, numbers))
+
+
+DEVICES[str(DEVICE)] = _Device(str(DEVICE))
 
 
 class OnDevice(Tensor):

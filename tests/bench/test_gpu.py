@@ -45,7 +45,7 @@ from paceline.cli.main import COMMANDS, build_parser
 from paceline.drafter.methods import method_class, method_names
 
 build_parser([command for command in COMMANDS if command.name in ("verifier", "drafter")])
-for name in ("verifier", "drafter", "client", "harness", "verifier.kv.pool", "kv.cuda"):
+for name in ("verifier", "drafter", "client", "harness", "verifier.kv.pool", "cuda.memory"):
     importlib.import_module(f"paceline.{name}")
 for name in method_names():
     method_class(name)

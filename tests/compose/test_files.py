@@ -18,8 +18,7 @@ import yaml
 from compose_viz.spec.compose_spec import ComposeSpecification
 
 from paceline.cli import services
-from paceline.decoder import find_device
-from paceline.drafter.wiring import drafting_device
+from paceline.device import find_device
 from paceline.vllm.settings import TRIED, read_options
 
 COMPOSE = Path(__file__).parents[2] / "compose"
@@ -174,13 +173,12 @@ def chosen_gpu(monkeypatch: pytest.MonkeyPatch, service: str, settings: dict[str
     visible = filled(found["environment"]["CUDA_VISIBLE_DEVICES"], settings).split(",")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(visible))
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
-    monkeypatch.setattr("paceline.drafter.wiring.has_driver", lambda: True)
+    monkeypatch.setattr("paceline.device.has_driver", lambda: True)
     driver = SimpleNamespace(reach=lambda gpu, other: True)
-    monkeypatch.setattr("paceline.kv.cuda.cuda_driver", lambda: driver)
+    monkeypatch.setattr("paceline.cuda.device.cuda_driver", lambda: driver)
     words = filled(found["command"], settings).split()
     name = words[words.index("--device") + 1]
-    choose = {"verifier": find_device, "drafter": drafting_device}[service]
-    return visible[torch.device(str(choose(name))).index]
+    return visible[find_device(name, preferred=int(service == "drafter")).torch.index]
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,8 @@ import torch
 from decoder_cases import changed
 
 from paceline.convert import load_config, load_decoder, weights_fingerprint
-from paceline.decoder import UnsupportedModelError, find_device
-from paceline.drafter.wiring import drafting_device
-from paceline.kv.cuda import DriverError
+from paceline.decoder import UnsupportedModelError
+from paceline.device import DriverError, find_device
 
 
 def test_shapes_and_constants(models: dict[str, Path]) -> None:
@@ -84,10 +83,10 @@ def with_gpus(
     reach: Callable[[int, int], bool] = lambda gpu, other: True,
 ) -> None:
     """So many GPUs, each of which reads the memory of others as ``reach`` says."""
-    monkeypatch.setattr("paceline.kv.cuda.cuda_driver", lambda: SimpleNamespace(reach=reach))
+    monkeypatch.setattr("paceline.cuda.device.cuda_driver", lambda: SimpleNamespace(reach=reach))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
-    monkeypatch.setattr("paceline.drafter.wiring.has_driver", lambda: count > 0)
+    monkeypatch.setattr("paceline.device.has_driver", lambda: count > 0)
 
 
 @pytest.mark.parametrize(
@@ -104,13 +103,13 @@ def test_auto_takes_gpus_apart_where_there_are_two(
     with_gpus(monkeypatch, count)
     caplog.set_level(logging.INFO, "paceline.device")
     assert str(find_device("auto")) == verifier
-    assert drafting_device("auto") == drafter
+    assert str(find_device("auto", preferred=1)) == drafter
     for record, device in zip(caplog.records, (verifier, drafter), strict=True):
         where = "the CPU" if device == "cpu" else device
         assert f"device auto: using {where}," in record.getMessage()
     if not count:  # a driver without a GPU
-        monkeypatch.setattr("paceline.drafter.wiring.has_driver", lambda: True)
-        assert drafting_device("auto") == "cpu"
+        monkeypatch.setattr("paceline.device.has_driver", lambda: True)
+        assert str(find_device("auto", preferred=1)) == "cpu"
 
 
 @pytest.mark.parametrize(
@@ -138,32 +137,27 @@ def test_auto_takes_a_second_gpu_that_can_read_the_first_one(
         return answer
 
     with_gpus(monkeypatch, 2, reach)
-    assert (drafting_device("auto"), asked) == (expected, [(1, 0)])
+    assert (str(find_device("auto", preferred=1)), asked) == (expected, [(1, 0)])
     warnings = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
     assert len(warnings) == bool(why)
     assert why in "".join(warnings)
-    assert drafting_device("cuda:1") == "cuda:1"
+    assert str(find_device("cuda:1", preferred=1)) == "cuda:1"
 
 
-@pytest.mark.parametrize("find", [find_device, drafting_device])
-def test_named_devices_are_those_or_none(monkeypatch: pytest.MonkeyPatch, find: object) -> None:
-    assert callable(find)
+def test_named_devices_are_those_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
     with_gpus(monkeypatch, 2)
-    found = {name: str(find(name)) for name in ("cpu", "cuda", "cuda:1")}
+    found = {name: str(find_device(name)) for name in ("cpu", "cuda", "cuda:1")}
     assert found == {"cpu": "cpu", "cuda": "cuda:0", "cuda:1": "cuda:1"}
     for name, problem in (
         ("cuda:2", "one of the 2"),
         ("tpu", "expected auto, cpu, cuda or cuda:N"),
     ):
         with pytest.raises(ValueError, match=problem):
-            find(name)
+            find_device(name)
 
 
-@pytest.mark.parametrize("find", [find_device, drafting_device])
 @pytest.mark.parametrize("name", ["auto", "cuda"])
-def test_a_driver_that_is_too_old_is_named(
-    monkeypatch: pytest.MonkeyPatch, find: Callable[[str], object], name: str
-) -> None:
+def test_a_driver_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """PyTorch counts the GPUs of such a driver."""
     with_gpus(monkeypatch, 1)
 
@@ -172,7 +166,7 @@ def test_a_driver_that_is_too_old_is_named(
 
     monkeypatch.setattr(torch.cuda, "init", refuse)
     with pytest.raises(ValueError, match=r"too old \(found version 12020\).*update the NVIDIA"):
-        find(name)
+        find_device(name)
 
 
 ROPE = {"type": "yarn", "factor": 4.0}

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.convert import Packer, open_model
-from paceline.decoder import Decoder, LocalCache, check_batch_invariance, check_served
-from paceline.decoder.graphs import FIXED_SHAPES
-from paceline.decoder.invariance import ServedForward, served_slots
+from paceline.cuda.graphs import FIXED_SHAPES
+from paceline.cuda.served import ServedForward, check_served, served_slots
+from paceline.decoder import Decoder, LocalCache, check_batch_invariance
 from paceline.decoder.linear import Linear
 from paceline.kernels import Executor, Pass, QueryBlock, plan_trees
 from paceline.kernels.program import PassResult

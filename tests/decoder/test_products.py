@@ -13,13 +13,13 @@ from plain_layers import keep_plain
 from torch import Tensor
 from torch.nn.functional import linear
 
-from paceline.decoder import products
-from paceline.decoder.linear import Experts, Linear
-from paceline.decoder.products import (
+from paceline.cuda import products
+from paceline.cuda.products import (
     FIXED_ROWS,
     SLICES,
     fix_products,
 )
+from paceline.decoder.linear import Experts, Linear
 from paceline.kernels import linear as linear_module
 from paceline.kernels.linear import multiply_floats
 

@@ -12,7 +12,8 @@ import torch
 from decoder_cases import save_model
 from torch import Tensor
 
-from paceline.convert import Packer, load_decoder, open_model
+from paceline.convert import Packer, open_model
+from paceline.cuda import CudaDevice
 from paceline.decoder import Decoder, UnsupportedModelError
 from paceline.kernels.rotated import (
     DOWN_SIZE,
@@ -130,7 +131,7 @@ def test_a_device_that_multiplies_no_integers_is_told(
     monkeypatch.setattr(torch, "_int_mm", refuse)
     refusal = "weights are 'int8', and cpu refuses .*: CUBLAS_STATUS_NOT_SUPPORTED; use bfloat16"
     with pytest.raises(UnsupportedModelError, match=refusal):
-        load_decoder(models["llama"], "int8")
+        CudaDevice("cpu").check_model(open_model(models["llama"]).config("int8"), "auto")
 
 
 def test_sums_fit_32_bits() -> None:
@@ -143,7 +144,7 @@ def test_sums_fit_32_bits() -> None:
 @pytest.fixture
 def rotated(monkeypatch: pytest.MonkeyPatch) -> None:
     """int8 on the CPU means what it means on a GPU."""
-    for module in ("decoder.model", "convert.pack", "convert.weights", "convert.model_source"):
+    for module in ("cuda.device", "convert.pack", "convert.weights", "convert.model_source"):
         monkeypatch.setattr(
             f"paceline.{module}.is_rotated", lambda weights, device: weights == "int8"
         )
@@ -152,7 +153,7 @@ def rotated(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("rotated")
 def test_what_it_cannot_run_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="routed experts have no products in 8 bits"):
-        load_decoder(models["qwen3-moe"], "int8")
+        CudaDevice("cpu").check_model(open_model(models["qwen3-moe"]).config("int8"), "auto")
     source = open_model(save_model(tmp_path, "llama", intermediate_size=164))
     config = source.config("int8")
     with pytest.raises(UnsupportedModelError, match=r"'layers.0.down'.* 164 inputs"):

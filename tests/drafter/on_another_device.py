@@ -18,6 +18,7 @@ from torch import Tensor
 from paceline.bench.reference import ReferenceKernels
 from paceline.convert import load_decoder
 from paceline.decoder import Decoder
+from paceline.device import device_of
 from paceline.drafter.growth import ranking
 from paceline.drafter.growth.ranking import Ranker
 from paceline.drafter.kv.reader import StateReader
@@ -125,7 +126,7 @@ def drafter_of(name: str, folders: dict[str, Path], device: str, **more: str) ->
     with pytest.MonkeyPatch.context() as patch:
         if name == "dspark, heads":
             patch.setattr(DSparkHeads, "__init__", _with_best_tokens)
-        return method_class(method).load(folder, options, Resources(device=device))
+        return method_class(method).load(folder, options, Resources(device=device_of(device)))
 
 
 def _with_best_tokens(

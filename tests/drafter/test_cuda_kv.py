@@ -16,13 +16,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent / "kv"))
 
 from calls import until
-from stub_driver import NO_FILES, NO_HANDLES, StubDriver
+from stub_driver import NO_FILES, NO_HANDLES, StubDevice, StubDriver
 
+from paceline.cuda.memory import DriverError, close_unused
+from paceline.device import CPU
 from paceline.drafter.kv import KvGone, KvNotShared, KvOptions
 from paceline.drafter.kv.cuda import CudaKv, CudaStates
 from paceline.drafter.kv.exchange import KvExchange, VerifierAccess
 from paceline.drafter.kv.mapped import CacheFile
-from paceline.kv.cuda import DriverError, close_unused
 from paceline.text import Text
 from paceline.v1 import kv_pb2, kv_pb2_grpc
 from paceline.verifier.engine.job import CachedSequence, Request
@@ -44,9 +45,8 @@ class Pool:
         self.driver = driver
         size = 5 * 256 * LAYOUT.token_bytes
         self.pages = PagePool(
-            LAYOUT, torch.device("cpu"), kv_bytes=size, max_sequences=2, max_context=1024,
-            driver=self.driver,
-        )  # fmt: skip
+            LAYOUT, StubDevice(driver), kv_bytes=size, max_sequences=2, max_context=1024
+        )
         self.pages.kv.copy_(torch.randn(self.pages.kv.shape))
         self.kv = PagedKv(self.pages, 768, TapLayout.of(Taps((0, 2), 16), LAYOUT, 768))
         self.cache = Cache(CachedSequence(Request(Text((1,))), self.kv, "me"), 5)
@@ -57,10 +57,10 @@ class Pool:
         self.kv.publish(COMMITTED)
 
     def open(self, *layers: int) -> CudaKv:
-        return CudaKv(CacheFile(*passed(self.kv)), layers, self.driver, 0)
+        return CudaKv(CacheFile(*passed(self.kv)), layers, StubDevice(self.driver))
 
     def open_states(self, *layers: int, window: int = 0) -> CudaStates:
-        return CudaStates(CacheFile(*passed(self.kv)), layers, window, self.driver, 0)
+        return CudaStates(CacheFile(*passed(self.kv)), layers, window, StubDevice(self.driver))
 
 
 @pytest.fixture(params=["", NO_FILES], ids=["file", "ipc"])
@@ -272,15 +272,15 @@ async def test_a_sparse_view_of_pages(
 async def exchange(
     pool: Pool, folder: Path, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> AsyncIterator[tuple[KvExchange, str]]:
-    """A drafter's side on a device, and where the verifier's side listens."""
-    monkeypatch.setattr("paceline.drafter.kv.cuda.cuda_driver", lambda: pool.driver)
+    """A drafter's side on the GPU or on a CPU, and where the verifier's side listens."""
     store: Any = OneCache(pool.cache)
     server = grpc.aio.server()
     kv_pb2_grpc.add_KvExchangeServiceServicer_to_server(KvExchangeServicer(store), server)
     address = f"unix:{folder}/verifier"
     server.add_insecure_port(address)
     await server.start()
-    drafter = KvExchange(VerifierAccess(), device)
+    gpu = None if device == "cpu" else StubDevice(pool.driver, int(device[-1]))
+    drafter = KvExchange(VerifierAccess(), gpu or CPU)
     drafter.sockets[address] = "of the pool"
     monkeypatch.setattr("paceline.drafter.kv.exchange.request_files", lambda *_: passed(pool.kv))
     try:

@@ -11,7 +11,7 @@ import pytest
 from calls import until
 from fakes.drafter import FakeDrafter
 
-from paceline.decoder import DeviceLost
+from paceline.device import Device, DeviceLost
 from paceline.drafter import worker as worker_module
 from paceline.drafter.methods.base import Budget, Drafter, GenerationInfo, Update
 from paceline.drafter.session import Drafted, Session
@@ -134,8 +134,13 @@ async def test_a_closed_sequence_is_not_processed(worker: DraftWorker) -> None:
 
 async def test_a_failure_that_lasts_ends_the_service() -> None:
     """One round may fail without it; after each failure the device is asked."""
-    lost: list[Exception] = []
-    worker = DraftWorker(find_fault=lambda: lost[0] if lost else None)
+    lost: list[DeviceLost] = []
+
+    class Failing(Device):
+        def lost(self) -> DeviceLost | None:
+            return lost[0] if lost else None
+
+    worker = DraftWorker(Failing())
     worker.start()
     try:
         drafter = FakeDrafter()

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from paceline.device import device_of
+
 sys.path[:0] = [str(Path(__file__).parent / folder) for folder in ("kernels", "processes")]
 
 
@@ -18,7 +20,7 @@ sys.path[:0] = [str(Path(__file__).parent / folder) for folder in ("kernels", "p
 def cuda() -> torch.device:
     if not torch.cuda.is_available():
         pytest.skip("torch sees no CUDA device; on a machine with one, run make gpu-check")
-    return torch.device("cuda", 0)
+    return device_of("cuda:0").torch
 
 
 @pytest.fixture

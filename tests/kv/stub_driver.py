@@ -8,10 +8,12 @@ import subprocess
 import tempfile
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from paceline.kv.cuda import CudaDriver
+from paceline.cuda.memory import CudaDriver, ExportedMemory, MappedMemory, close_unused
+from paceline.device import Device
 
 SOURCE = Path(__file__).with_name("libcuda_stub.c")
 KINDS = ("handles", "reserved", "mapped", "allocated", "opened", "contexts")
@@ -64,3 +66,20 @@ class StubDriver(CudaDriver):
     def forget(self) -> None:
         """Free what failing calls left."""
         self._library.stub_forget()
+
+
+class StubDevice(Device):
+    """A GPU that is a piece of main memory."""
+
+    def __init__(self, driver: StubDriver, number: int = 0) -> None:
+        super().__init__()
+        self.driver, self.number = driver, number
+
+    def export_memory(self, byte_size: int) -> ExportedMemory:
+        return ExportedMemory(self.driver, self.number, byte_size)
+
+    def map_memory(self, *where: Any) -> MappedMemory:
+        return MappedMemory(self.driver, self.number, *where)
+
+    def close_unused(self) -> None:
+        close_unused()

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from stub_driver import NO_FILES, NO_HANDLES, StubDriver
 
-from paceline.kv import cuda
-from paceline.kv.cuda import (
+from paceline.cuda import memory as cuda
+from paceline.cuda.memory import (
     CudaDriver,
     DriverError,
     ExportedMemory,
@@ -155,7 +155,7 @@ def test_an_old_driver_has_handles_only(missing: str, monkeypatch: pytest.Monkey
 OWNER = """
 import socket, sys, time
 from stub_driver import StubDriver
-from paceline.kv.cuda import ExportedMemory
+from paceline.cuda.memory import ExportedMemory
 owned = ExportedMemory(StubDriver(sys.argv[2]), 0, 100_000)
 owned.bytes[16:20] = 7
 with socket.socket(fileno=int(sys.argv[1])) as own:

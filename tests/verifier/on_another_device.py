@@ -13,13 +13,14 @@ import torch
 from verifier_support import make_model, serving, text
 
 from paceline.bench.reference import ReferenceKernels
+from paceline.device import CPU, device_of
 from paceline.kernels import devices
 from paceline.kernels import sampling as sampling_module
 from paceline.v1 import kv_pb2, kv_pb2_grpc, sampling_pb2
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from another_device import DEVICE, OnDevice, another_device, enter_thread
+from another_device import DEVICE, OnDevice, another_device
 
 PERTURBED, ACCEPT_DRAFTS = sampling_module.perturbed_logits, sampling_module._accept_drafts
 
@@ -34,13 +35,8 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """The name ``cuda`` means the device, in every thread that computes."""
     for kind in ("cpu", "other"):
         monkeypatch.setitem(devices.LOADED, kind, ReferenceKernels())
-    wiring, engine = "paceline.verifier.wiring", "paceline.verifier.engine.engine"
-    real = torch.device("cpu")
-    monkeypatch.setattr(f"{wiring}.find_device", lambda name: DEVICE if name == "cuda" else real)
-    for module in (wiring, engine):
-        monkeypatch.setattr(
-            f"{module}.use_device", lambda device: device == DEVICE and enter_thread()
-        )
+    chosen = {"cuda": device_of(DEVICE), "cpu": CPU}
+    monkeypatch.setattr("paceline.verifier.wiring.find_device", chosen.__getitem__)
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "seed": 3, "presence_penalty": 0.3}])

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.convert import load_decoder
-from paceline.decoder.graphs import SHAPES
+from paceline.device import SHAPES
 from paceline.verifier.scheduler import costs
 from paceline.verifier.scheduler import scheduler as scheduling
 from paceline.verifier.scheduler.costs import Costs, CostTable, flat_table

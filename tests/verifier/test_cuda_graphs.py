@@ -8,8 +8,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 from verifier_support import serving
 
-from paceline.decoder import Capturing
-from paceline.decoder.graphs import SHAPES
+from paceline.cuda import CudaDevice
+from paceline.cuda.graphs import Capturing
+from paceline.device import SHAPES, Device
 from paceline.verifier import build_service
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -22,7 +23,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The captures of starts, which work."""
     found: list[Any] = []
     monkeypatch.setattr(Capturing, "capture", lambda self, run: found.append(run) or run)
-    monkeypatch.setattr("paceline.verifier.wiring.why_no_graphs", lambda decoder: "")
+    monkeypatch.setattr(Device, "step_graphs", CudaDevice.step_graphs)
     return found
 
 

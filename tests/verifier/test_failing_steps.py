@@ -13,12 +13,12 @@ from calls import failure, reason_of, until
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from verifier_support import Client, paused_engine, serving
 
-from paceline.decoder import Decoder, DeviceLost
+from paceline.decoder import Decoder
+from paceline.device import Device, DeviceLost
 from paceline.kv.selection import AttentionScores
 from paceline.service import watchdog
 from paceline.tree import TokenTree
 from paceline.v1 import sampling_pb2, verifier_pb2
-from paceline.verifier.engine import engine as engine_module
 from paceline.verifier.kv.segment import Segment
 
 POISON = 59
@@ -116,7 +116,7 @@ async def test_a_lost_device_ends_the_verifier(
             call = client.stub.GetModel(verifier_pb2.GetModelRequest())
             assert (await call).name == "Llama", "a step may fail without the device"
             monkeypatch.setattr(
-                engine_module, "device_lost", lambda device: DeviceLost("the GPU fails every call")
+                Device, "lost", lambda device: DeviceLost("the GPU fails every call")
             )
             with pytest.raises(grpc.aio.AioRpcError):
                 await client.create([3, 1, 4])

@@ -9,9 +9,11 @@ import torch
 from verifier_support import serving, text
 
 from paceline.convert import load_decoder, open_model, prepare
-from paceline.decoder import Decoder, GraphRunner
+from paceline.cuda.graphs import GraphRunner
+from paceline.cuda.products import FixedProducts
+from paceline.decoder import Decoder
 from paceline.decoder.model import numerics_for
-from paceline.decoder.products import FixedProducts
+from paceline.device import CPU, device_of
 from paceline.kernels import _native
 from paceline.kernels._compile import LEVELS
 from paceline.kv.segment import HEADER_BYTES
@@ -19,11 +21,11 @@ from paceline.v1 import verifier_pb2
 from paceline.verifier import build_service
 from paceline.verifier.kv.base import KvLayout
 from paceline.verifier.kv.pool import PagePool
-from paceline.verifier.model import check_steps
 from paceline.verifier.options import VerifierOptions
+from paceline.verifier.served import check_steps
 from paceline.verifier.wiring import load_target
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+GPU = torch.device("cuda", 0)
 
 
 def make_pool(decoder: Decoder, max_context: int) -> PagePool:
@@ -43,7 +45,7 @@ def test_numerics_of_other_devices_are_refused(
 ) -> None:
     """Before weights are loaded."""
     with pytest.raises(ValueError, match=reason):
-        load_target(prepare(model), VerifierOptions(numerics=numerics), device)
+        load_target(prepare(model), VerifierOptions(numerics=numerics), device_of(device))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +13,8 @@ import torch
 from kv_support import mapping
 from verifier_support import LAYOUT, MEMORY, Clock, serving, text
 
+from paceline.cuda import CudaDevice
+from paceline.device import CPU
 from paceline.drafter.kv import KvNotShared
 from paceline.kv.segment import HEADER_BYTES, TAP_AHEAD
 from paceline.tree import TokenTree
@@ -22,9 +23,6 @@ from paceline.verifier.engine.acceptance import walk
 from paceline.verifier.kv.base import OutOfMemory, TapLayout, Taps
 from paceline.verifier.kv.pool import PAGE_TOKENS, PagedKv, PagePool
 from paceline.verifier.kv.segment import Segment, SegmentMemory
-from paceline.verifier.wiring import default_kv_bytes
-
-CPU = torch.device("cpu")
 
 
 def make_pool(pages: int, sequences: int = 2, hidden: int = 0) -> PagePool:
@@ -207,16 +205,14 @@ def found_kv_bytes(
 ) -> int:
     """Of a GPU of 80 GiB with so much free at the time, and so much of this process. Unit: bytes.
     Time passes while it is slept."""
-    gpu = SimpleNamespace(
-        mem_get_info=lambda device: (int(free() * GIB), 80 * GIB),
-        memory_reserved=lambda device: own * GIB,
-    )
-    monkeypatch.setattr(torch, "get_device_module", lambda device: gpu)
+    info, reserved = (lambda device: (int(free() * GIB), 80 * GIB)), (lambda device: own * GIB)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", info)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", reserved)
 
     def sleep(seconds: float) -> None:
         clock.now += seconds
 
-    return default_kv_bytes(torch.device("cuda"), share, clock=clock, sleep=sleep)
+    return CudaDevice("cuda").kv_bytes(share, 0, clock=clock, sleep=sleep)
 
 
 @pytest.mark.parametrize("until", [0.0, 3.0, math.inf])

@@ -7,12 +7,12 @@ from typing import Any
 import drafters
 import grpc
 import pytest
-import torch
 from calls import reason_of, until
 from hypothesis import given
 from hypothesis import strategies as st
 from verifier_support import LAYOUT, MEMORY, Client, serving, text
 
+from paceline.device import CPU
 from paceline.text import Text
 from paceline.verifier.engine.job import CachedSequence, Request
 from paceline.verifier.engine.queue import CHUNK_TOKENS, PrefixCache
@@ -208,7 +208,7 @@ def test_the_longest_prefix_of_the_same_owner(
 
 def test_whole_pages_are_shared_and_freed_with_their_last_text() -> None:
     pool = PagePool(
-        LAYOUT, torch.device("cpu"), kv_bytes=8 * 256 * LAYOUT.token_bytes, max_sequences=3,
+        LAYOUT, CPU, kv_bytes=8 * 256 * LAYOUT.token_bytes, max_sequences=3,
         max_context=1024,
     )  # fmt: skip
     first, second = PagedKv(pool, 1024), PagedKv(pool, 1024)

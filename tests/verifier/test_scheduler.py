@@ -8,14 +8,13 @@ from typing import Any
 
 import drafters
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from verifier_support import Client, serving, text
 
 from paceline.convert import load_decoder
 from paceline.decoder import Decoder
-from paceline.decoder.graphs import SHAPES
+from paceline.device import CPU, SHAPES
 from paceline.kernels import SamplingRules
 from paceline.text import Text
 from paceline.tree import EMPTY, TokenTree
@@ -156,7 +155,7 @@ def decoder(model: Path) -> Decoder:
 @pytest.fixture
 def pool(decoder: Decoder) -> Iterator[PagePool]:
     made = PagePool(
-        KvLayout.of(decoder.config), torch.device("cpu"), kv_bytes=1 << 26, max_sequences=4,
+        KvLayout.of(decoder.config), CPU, kv_bytes=1 << 26, max_sequences=4,
         max_context=2048,
     )  # fmt: skip
     yield made

@@ -105,7 +105,7 @@ def _with_torch() -> Facts:
     set_torch_environment(None)  # the threads are those of a service
     import torch
 
-    from paceline.decoder.device import has_mps
+    from paceline.cuda.device import has_mps
     from paceline.kernels import KernelsError, cpu_kernels
 
     try:
@@ -138,7 +138,7 @@ def _with_torch() -> Facts:
 
 def _attention() -> str:
     """What attends on GPUs."""
-    from paceline.kernels.devices import cuda_kernels, preferred_backend
+    from paceline.cuda.kernels import cuda_kernels, preferred_backend
 
     try:
         return cuda_kernels(preferred_backend()).name

@@ -365,7 +365,7 @@ def _needs_drafter(args: argparse.Namespace, model: Path) -> bool:
         return True
     if "ngram" not in VerifierOptions(**given_options(args, VerifierOptions)).sources:
         return True
-    from paceline.drafter.wiring import has_driver  # late: before the environment of torch is set
+    from paceline.device import has_driver  # late: before the environment of torch is set
 
     on_gpu = args.device != "cpu" and has_driver()
     with exit_with(2, OSError, LoadError):

@@ -235,15 +235,15 @@ def run_drafter(args: argparse.Namespace) -> int:
 
 def _build_drafter(args: argparse.Namespace, metrics: CollectorRegistry | None) -> Service:
     from paceline.cli.shipped import drafters_for
+    from paceline.device import find_device
     from paceline.drafter import DrafterSpec
     from paceline.drafter.kv.exchange import VerifierAccess
     from paceline.drafter.service import build_service
-    from paceline.drafter.wiring import drafting_device
 
     options = DrafterOptions(**given_options(args, DrafterOptions))
     load = args.load
     if not load and args.target is not None:
-        device = drafting_device(options.device)
+        device = str(find_device(options.device, preferred=1))
         load = drafters_for(args.target, device, args.target_weights, args.target_lora)
 
     verifiers = os.environ.get("PACELINE_VERIFIER_ADDRESS") or VERIFIER_ADDRESS

@@ -19,7 +19,6 @@ from paceline.kernels.devices import (
     DeviceKernels,
     kernels_for,
     tree_attention,
-    why_bits_vary,
 )
 from paceline.kernels.executor import Executor
 from paceline.kernels.noise import gumbel_noise_at
@@ -120,5 +119,4 @@ __all__ = [
     "send",
     "streaming",
     "tree_attention",
-    "why_bits_vary",
 ]

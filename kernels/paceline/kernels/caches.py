@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from paceline.kernels._native import address
-from paceline.kernels.structures import CPlane
+from paceline.kernels.structures import CCache
 
 # Elements of a head at most for the Triton kernels: a tile of it fits every GPU. Tiles are as wide
 # as a power of two, and those of 512 elements fit none in 16 bits: they take 256 KiB of shared
@@ -169,7 +169,7 @@ class LayerTable:
         self.heads = first.shape[0]  # kv heads of every layer
         self.capacity = first.shape[1]  # slots of every layer
         self.dim = head_width(first)  # width of a head
-        self._rows = (CPlane * (2 * len(layers)))()
+        self._rows = (CCache * (2 * len(layers)))()
         # Address of the C array `Cache [layers][2]`, keys then values.
         self.address = ctypes.addressof(self._rows)
         for index, plane in enumerate(plane for both in layers for plane in both):
@@ -178,6 +178,6 @@ class LayerTable:
                     f"a plane is {plane.dtype} {tuple(plane.shape)} with strides {plane.stride()}, "
                     f"expected {self.dtype} {tuple(first.shape)} with a dense last dimension"
                 )
-            self._rows[index] = CPlane(
+            self._rows[index] = CCache(
                 address(plane, "a cache"), *plane.stride()[:2], self.capacity
             )

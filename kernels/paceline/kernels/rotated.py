@@ -168,16 +168,6 @@ class RotatedMatrix:
         return IntSums(sums, scale, self.scale, bias, x.dtype)
 
 
-def why_no_integers(device: torch.device | str) -> str:
-    """Why PyTorch cannot multiply 8-bit integers on a device; empty if it can."""
-    values = torch.zeros(_LEAST_ROWS, _LEAST_ROWS, dtype=torch.int8, device=device)
-    try:
-        torch._int_mm(values, values.T)
-    except RuntimeError as error:  # of the library, for this GPU
-        return str(error)
-    return ""
-
-
 def scale_sums(
     sums: Tensor, rows: Tensor, outs: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
@@ -193,7 +183,4 @@ def scale_sums(
     Returns:
         ``[M, N]``.
     """
-    if not sums.is_cpu:
-        return kernels_for(sums.device).scale_sums(sums, rows, outs, bias, dtype)
-    wide = sums[: len(rows), : len(outs)].float() * rows[:, None] * outs
-    return (wide if bias is None else wide + bias).to(dtype)
+    return kernels_for(sums.device).scale_sums(sums, rows, outs, bias, dtype)

@@ -65,90 +65,57 @@ def fields_of(structure: str) -> list[tuple[str, Any]]:
     return fields
 
 
-class CPlane(ctypes.Structure):
-    """Keys or values of a layer."""
-
-    _fields_ = fields_of("Cache")
+class _Shared(ctypes.Structure):
+    """A structure of a header, named by a C before its name there; it gets its fields below."""
 
 
-class CQueryBlock(ctypes.Structure):
-    """``QueryBlock`` of ``native/attention.h``."""
-
-    _fields_ = fields_of("QueryBlock")
+class CCache(_Shared): ...
 
 
-class CProbe(ctypes.Structure):
-    """``Probe`` of ``native/attention.h``."""
-
-    _fields_ = fields_of("Probe")
+class CQueryBlock(_Shared): ...
 
 
-class CProbes(ctypes.Structure):
-    """``Probes`` of ``native/attention.h``."""
-
-    _fields_ = fields_of("Probes")
+class CProbe(_Shared): ...
 
 
-class CMatrix(ctypes.Structure):
-    """``Matrix`` of ``native/linear.h``."""
-
-    _fields_ = fields_of("Matrix")
+class CProbes(_Shared): ...
 
 
-class CDelta(ctypes.Structure):
-    """``Delta`` of ``native/delta.h``."""
-
-    _fields_ = fields_of("Delta")
+class CMatrix(_Shared): ...
 
 
-class CStates(ctypes.Structure):
-    """``States`` of ``native/delta.h``."""
-
-    _fields_ = fields_of("States")
+class CDelta(_Shared): ...
 
 
-class COperation(ctypes.Structure):
-    """``Operation`` of ``native/program.h``."""
-
-    _fields_ = fields_of("Operation")
+class CStates(_Shared): ...
 
 
-class CBuffer(ctypes.Structure):
-    """``Buffer`` of ``native/program.h``."""
-
-    _fields_ = fields_of("Buffer")
+class COperation(_Shared): ...
 
 
-class CProgram(ctypes.Structure):
-    """``Program`` of ``native/program.h``."""
-
-    _fields_ = fields_of("Program")
+class CBuffer(_Shared): ...
 
 
-class CQueries(ctypes.Structure):
-    """``Queries`` of ``native/program.h``."""
-
-    _fields_ = fields_of("Queries")
+class CProgram(_Shared): ...
 
 
-class CRun(ctypes.Structure):
-    """``Run`` of ``native/program.h``."""
-
-    _fields_ = fields_of("Run")
+class CQueries(_Shared): ...
 
 
-class CModel(ctypes.Structure):
-    """A model of drafts: see ``native/draft.h``."""
-
-    _fields_ = fields_of("Model")
+class CRun(_Shared): ...
 
 
-class DraftText(ctypes.Structure):
+class CModel(_Shared): ...
+
+
+class DraftText(_Shared):
     """A text that is drafted for, and its tree: ``Text`` of ``native/draft.h``."""
-
-    _fields_ = fields_of("Text")
 
     def set_widths(self, widths: Sequence[int]) -> None:
         """Set the numbers of nodes of the levels; the last one is of all deeper levels."""
         self.levels = min(len(widths), LIMITS["MAX_NODES"])
         self.width[: self.levels] = widths[: self.levels]
+
+
+for _structure in _Shared.__subclasses__():
+    _structure._fields_ = fields_of(_structure.__name__.removeprefix("Draft").removeprefix("C"))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import torch
@@ -23,7 +23,6 @@ from paceline.kernels.structures import LIMITS
 
 if TYPE_CHECKING:
     from paceline.kernels.executor import NativeTables
-    from paceline.kernels.triton.plan import PlanTables
 
 MAX_TREE_NODES = LIMITS["MAX_TREE_NODES"]  # maximum number of nodes that a query block may have
 
@@ -203,7 +202,7 @@ class TreePlan:
     # Tables of the compiled kernels, by query heads per kv head.
     native: dict[int, NativeTables] = field(default_factory=dict, repr=False)
     # Tables of the Triton kernels; None: none so far.
-    triton: PlanTables | None = field(default=None, repr=False)
+    triton: Any = field(default=None, repr=False)
 
     @property
     def rows(self) -> int:

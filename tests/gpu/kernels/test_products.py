@@ -7,11 +7,13 @@ import torch
 
 from paceline.bench.gpu.cases import EIGHT_BILLION, SMALL, RandomWeights
 from paceline.convert import Packer
-from paceline.decoder import Decoder, DecoderConfig, GraphRunner
-from paceline.decoder.products import describe_device, use_library_without_splits
+from paceline.cuda.graphs import GraphRunner
+from paceline.cuda.products import describe_device, fix_decoder, use_library_without_splits
+from paceline.decoder import Decoder, DecoderConfig
+from paceline.device import device_of
 from paceline.verifier.kv.base import KvLayout
 from paceline.verifier.kv.pool import PagePool
-from paceline.verifier.model import check_states, check_steps
+from paceline.verifier.served import check_states, check_steps
 
 pytestmark = pytest.mark.gpu
 
@@ -36,7 +38,7 @@ CONFIGS = {
 def fixed(config: DecoderConfig, device: torch.device) -> Decoder:
     use_library_without_splits(fixed=True)
     decoder = Decoder(config, Packer(config, RandomWeights(config, device, 0), device), device)
-    decoder.fix_products()
+    fix_decoder(decoder)
     return decoder
 
 
@@ -55,7 +57,7 @@ def test_steps_keep_the_bits_of_rows(device: torch.device, name: str) -> None:
     config = CONFIGS[name]
     decoder = fixed(config, device)
     layout = KvLayout(config.layers, config.kv_heads, config.head_dim, config.kv_dtype)
-    pool = PagePool(layout, device, kv_bytes=1 << 28, max_sequences=4, max_context=2048)
+    pool = PagePool(layout, device_of(device), kv_bytes=1 << 28, max_sequences=4, max_context=2048)
     graphs = GraphRunner(decoder, pool, required=True)
     with torch.inference_mode():
         found = check_steps(decoder, graphs, pool)

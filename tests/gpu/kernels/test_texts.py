@@ -9,7 +9,8 @@ from torch import Tensor
 
 from paceline.bench.gpu.cases import SMALL, Pages, RandomWeights
 from paceline.convert import Packer
-from paceline.decoder import Decoder, GraphRunner
+from paceline.cuda.graphs import GraphRunner
+from paceline.decoder import Decoder
 from paceline.kernels import (
     Probe,
     ProbedBlock,

@@ -16,7 +16,7 @@ SIZE = 64 << 20
 
 def share(connection: str) -> None:
     """Own memory, pass and print how to map it, and obey lines of standard input."""
-    from paceline.kv.cuda import ExportedMemory, cuda_driver
+    from paceline.cuda.memory import ExportedMemory, cuda_driver
 
     owned = ExportedMemory(cuda_driver(), 0, SIZE)
     owned.bytes.copy_(torch.arange(SIZE, device="cuda") % 251)
@@ -32,7 +32,7 @@ def share(connection: str) -> None:
 
 def read(uuid: str, handle: str, file: str) -> None:
     """Map the memory, and answer lines of standard input."""
-    from paceline.kv.cuda import MappedMemory, cuda_driver
+    from paceline.cuda.memory import MappedMemory, cuda_driver
 
     torch.zeros(1, device="cuda")
     names = (bytes.fromhex(uuid), bytes.fromhex(handle))

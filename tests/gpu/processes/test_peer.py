@@ -22,7 +22,7 @@ def second_alone(device: torch.device) -> dict[str, str]:
 
 
 async def test_kv_is_mapped_or_followed(second_alone: dict[str, str]) -> None:
-    from paceline.kv.cuda import cuda_driver
+    from paceline.cuda.memory import cuda_driver
 
     jobs = demo_jobs()
     with pair("cuda:0", "cuda:1", METHODS) as services:

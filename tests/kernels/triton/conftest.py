@@ -77,6 +77,6 @@ def products_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def triton_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU runs what a GPU would, from here on."""
-    from paceline.kernels.triton.kernels import TritonKernels
+    from paceline.cuda.triton.kernels import TritonKernels
 
     monkeypatch.setitem(devices.LOADED, "cpu", TritonKernels())

@@ -25,6 +25,13 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import KernelInterface
 
+from paceline.cuda.triton import backend, tiles
+from paceline.cuda.triton.backend import TritonRows, accept_drafts, perturbed
+from paceline.cuda.triton.candidates import best_of_rows, grow_trees
+from paceline.cuda.triton.gather import gather_kv, gather_states
+from paceline.cuda.triton.kernels import TritonKernels
+from paceline.cuda.triton.plan import path_words
+from paceline.cuda.triton.products import multiply_by_experts, quantise_rotated, scaled_sums
 from paceline.kernels import (
     AttentionCall,
     LevelBlock,
@@ -37,13 +44,6 @@ from paceline.kernels import (
 )
 from paceline.kernels.caches import Plane
 from paceline.kernels.rotated import IntSums
-from paceline.kernels.triton import backend, tiles
-from paceline.kernels.triton.backend import TritonRows, accept_drafts, perturbed
-from paceline.kernels.triton.candidates import best_of_rows, grow_trees
-from paceline.kernels.triton.gather import gather_kv, gather_states
-from paceline.kernels.triton.kernels import TritonKernels
-from paceline.kernels.triton.plan import path_words
-from paceline.kernels.triton.products import multiply_by_experts, quantise_rotated, scaled_sums
 
 CAPABILITY = int(sys.argv[1]) if len(sys.argv) > 1 else 90
 # Shared memory of a multiprocessor. Unit: bytes.

@@ -9,8 +9,8 @@ from unittest.mock import patch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from paceline.cuda.triton.ahead import Kernel
 from paceline.decoder import linear
-from paceline.kernels.triton.ahead import Kernel
 
 
 class Launches(TorchDispatchMode):

@@ -8,15 +8,15 @@ import torch
 
 
 def gate() -> torch.Tensor:
-    from paceline.kernels.triton.backend import TritonRows
+    from paceline.cuda.triton.backend import TritonRows
 
     return TritonRows().gate(torch.ones(2, 8))
 
 
 def test_a_pass_that_only_compiles_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after one that fails, which is reported and ends nothing."""
-    from paceline.kernels.triton import backend
-    from paceline.kernels.triton.ahead import compile_ahead
+    from paceline.cuda.triton import backend
+    from paceline.cuda.triton.ahead import compile_ahead
 
     wanted, found = gate(), []
     monkeypatch.setattr(backend.torch, "empty", torch.zeros)
@@ -28,7 +28,7 @@ def test_a_pass_that_only_compiles_launches_nothing(monkeypatch: pytest.MonkeyPa
 def test_a_pass_that_fails_is_reported_and_the_next_one_compiled(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    from paceline.kernels.triton.ahead import compile_ahead
+    from paceline.cuda.triton.ahead import compile_ahead
 
     ran: list[bool] = []
 

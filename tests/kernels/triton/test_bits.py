@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from kernel_cases import Case, make_case, trees
 from triton_cases import in_pages, run
 
+from paceline.cuda.triton import tiles
+from paceline.cuda.triton.plan import PassTables, Staging, TableShape
+from paceline.cuda.triton.tiles import Tiling, chunk_begin, chunk_of, plan_work
 from paceline.kernels import Probe, QueryBlock, plan_trees
-from paceline.kernels.triton import tiles
-from paceline.kernels.triton.plan import PassTables, Staging, TableShape
-from paceline.kernels.triton.tiles import Tiling, chunk_begin, chunk_of, plan_work
 
 pytestmark = pytest.mark.usefixtures("products_of_a_gpu")
 

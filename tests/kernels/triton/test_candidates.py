@@ -7,6 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline.cuda.triton.backend import sampling_record
+from paceline.cuda.triton.candidates import best_of_rows
+from paceline.cuda.triton.plan import MASK_ALIGN, MASK_WORDS, path_words
 from paceline.drafter.growth.levels import LevelTrees, TreeShape
 from paceline.kernels import SamplingRules, best_candidates, perturbed_logits
 
@@ -23,8 +26,6 @@ def expected_of(scores: Tensor, width: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(("vocab", "width"), [(1, 1), (5, 5), (700, 8), (3001, 16), (70_000, 3)])
 def test_the_best_of_any_row(vocab: int, width: int, dtype: torch.dtype) -> None:
     """With ties, zeros of both signs and -inf; of rows that lie apart."""
-    from paceline.kernels.triton.candidates import best_of_rows
-
     torch.manual_seed(vocab)
     logits = (2 * torch.randn(4, vocab + 3)).round()[:, :vocab]
     logits[0] = 0.0
@@ -39,8 +40,6 @@ def test_the_best_of_any_row(vocab: int, width: int, dtype: torch.dtype) -> None
 
 
 def test_a_row_without_any_candidate_has_no_probability() -> None:
-    from paceline.kernels.triton.candidates import best_of_rows
-
     ids, logs = best_of_rows(torch.full((1, 1500), -INF), 2)
     assert (ids.tolist(), logs.tolist()) == ([[0, 1]], [[-INF, -INF]])
 
@@ -48,9 +47,6 @@ def test_a_row_without_any_candidate_has_no_probability() -> None:
 @pytest.mark.parametrize("filtered", [False, True])
 def test_noise_and_filters_are_those_of_the_contract(filtered: bool) -> None:
     """Rows at T = 0 and above it, for a drafter with fewer tokens than its target."""
-    from paceline.kernels.triton.backend import sampling_record
-    from paceline.kernels.triton.candidates import best_of_rows
-
     torch.manual_seed(0)
     logits = 2 * torch.randn(3, 1500)
     params = [SamplingRules(temperature=0.0), SamplingRules(seed=3, temperature=0.7)]
@@ -114,8 +110,6 @@ def test_levels_of_trees_are_those_of_plain_operations(
 
 def test_paths_are_packed_behind_the_slots_before_the_tree() -> None:
     """Of trees that begin anywhere, as a part of larger tables."""
-    from paceline.kernels.triton.plan import MASK_ALIGN, MASK_WORDS, path_words
-
     nodes, starts = 70, [0, 1, 31, 32, 63, 64, 1000]
     paths = torch.rand(len(starts), 90, 90) < 0.3
     blocks = torch.zeros(len(starts), 4, dtype=torch.int32)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +15,7 @@ from launches import Launches
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.convert import load_decoder
+from paceline.cuda.triton.kernels import TritonKernels
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "kv"))
@@ -33,9 +33,11 @@ from drafter.models import (
     write_mtp,
 )
 from drafter.segments import passed
-from stub_driver import StubDriver
+from stub_driver import StubDevice, StubDriver
 
-from paceline.decoder import Decoder, DeviceLost
+from paceline.cuda.memory import close_unused
+from paceline.decoder import Decoder
+from paceline.device import Device, DeviceLost
 from paceline.drafter.growth import graphs
 from paceline.drafter.growth.graphs import DraftGraphs
 from paceline.drafter.growth.levels import LevelGrowth
@@ -47,7 +49,6 @@ from paceline.drafter.methods import method_class
 from paceline.drafter.methods.base import Budget, GenerationInfo, Resources, Update
 from paceline.kernels import devices
 from paceline.kernels.caches import write
-from paceline.kv.cuda import close_unused
 from paceline.verifier.kv.base import KvLayout, TapLayout, Taps
 from paceline.verifier.kv.pool import PagedKv, PagePool
 
@@ -88,14 +89,15 @@ class Pool:
     def __init__(self, drafter: Any) -> None:
         config = drafter.layers.config
         self.driver = StubDriver()
+        self.device = StubDevice(self.driver)
         self.taps = drafter.needs.hidden_state_layers
         self.layout = KvLayout(
             layers=3, kv_heads=config.kv_heads, head_dim=config.head_dim, dtype=torch.float32,
             hidden=config.hidden,
         )  # fmt: skip
         self.pages = PagePool(
-            self.layout, torch.device("cpu"), kv_bytes=64 * 256 * self.layout.token_bytes,
-            max_sequences=8, max_context=512, driver=self.driver,
+            self.layout, self.device, kv_bytes=64 * 256 * self.layout.token_bytes,
+            max_sequences=8, max_context=512,
         )  # fmt: skip
         self.caches: list[PagedKv] = []
         self.readers: list[CudaKv | CudaStates] = []
@@ -113,7 +115,7 @@ class Pool:
             for plane, rows in zip(cache.layer(index), planes, strict=True):
                 write(plane, 0, rows)
         cache.publish(recorded.committed)
-        reader = CudaKv(CacheFile(*passed(cache)), (layer,), self.driver, 0)
+        reader = CudaKv(CacheFile(*passed(cache)), (layer,), self.device)
         self.readers.append(reader)
         return reader
 
@@ -124,7 +126,7 @@ class Pool:
         states = dict(zip(self.taps, rows, strict=True))
         cache.taps.record(0, states, slice(0, recorded.committed))
         cache.publish(recorded.committed)
-        reader = CudaStates(CacheFile(*passed(cache)), self.taps, 0, self.driver, 0)
+        reader = CudaStates(CacheFile(*passed(cache)), self.taps, 0, self.device)
         self.readers.append(reader)
         return reader
 
@@ -185,8 +187,6 @@ def on_triton(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[bool]]:
     """
 
     def use(drafter: Any) -> list[bool]:
-        from paceline.kernels.triton.kernels import TritonKernels
-
         monkeypatch.setitem(devices.LOADED, "cpu", TritonKernels())
         heads = getattr(drafter.layers, "heads", None)
         if (head := getattr(heads, "_markov", None)) is not None:
@@ -209,7 +209,6 @@ def on_triton(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[bool]]:
 
 
 def graphs_without_gpu(drafter: Any) -> DraftGraphs:
-    drafter.settings = replace(drafter.settings, drafted_on_device=drafter.settings.drafted)
     slots = drafter.needs.kv_budget
     return DraftGraphs(drafter.layers, drafter.settings, drafter.method, slots)
 
@@ -274,7 +273,7 @@ def test_a_draft_is_a_copy_a_replay_and_a_copy_for_any_number_of_texts(
     waits once; the trees are those of copies."""
     expected = trees_of(drafter_of(name, folders), target, "greedy", 3)
     waits: list[None] = []
-    monkeypatch.setattr(graphs, "wait_for", lambda device: waits.append(None))
+    monkeypatch.setattr(Device, "wait", lambda device: waits.append(None))
     for count in (1, 3) if name == "dspark" else (3,):
         drafter = drafter_of(name, folders)
         replayed, asked, pool = on_triton(drafter), Operations(), Pool(drafter)
@@ -421,7 +420,7 @@ def test_without_any_graph_or_device(
     assert growth.graphs is None
     on_triton(drafter)
     refuse_captures(drafter, monkeypatch, 8)
-    monkeypatch.setattr("paceline.decoder.graphs.device_lost", lambda device: DeviceLost("gone"))
+    monkeypatch.setattr(Device, "lost", lambda device: DeviceLost("gone"))
     with pytest.raises(DeviceLost):
         drafter.growth.ways[0].warm_up()
 

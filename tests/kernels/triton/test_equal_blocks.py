@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.cuda.triton.tiles import Tiling, _any_work, _equal_work
 from paceline.kernels import EqualBlocks, LevelBlock, QueryBlock
 from paceline.kernels.trees import ContextBlock
 
@@ -17,8 +18,6 @@ STARTS = (0, 1, 63, 255, 256, 700, 4096, 5000, 12288, 20_000)
 def test_blocks_of_one_shape(
     kind: str, levels: tuple[int, ...], window: int | None, dtype: torch.dtype
 ) -> None:
-    from paceline.kernels.triton.tiles import Tiling, _any_work, _equal_work
-
     count = sum(levels)
     tiling = Tiling.of(4, torch.empty(2, 1, 64, dtype=dtype), window)
     first: QueryBlock = LevelBlock(0, STARTS[0], None, count, levels=levels)

@@ -9,8 +9,8 @@ import torch
 from reference import reference_attention
 from triton_cases import check, draw_caches, in_pages, run
 
+from paceline.cuda.kernels import cuda_kernels
 from paceline.kernels import AttentionCall, DeviceKernels, QueryBlock, plan_trees
-from paceline.kernels.devices import cuda_kernels
 
 PROMPTS = {
     "of two texts": ([QueryBlock(0, 300, None, 3), QueryBlock(1, 0, None, 7)], [303, 7]),

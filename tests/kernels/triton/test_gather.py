@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from paceline.cuda.triton.gather import NO_PLACE, RECORD, gather_kv, gather_states
 from paceline.kernels import SINKS, streaming
 
 
@@ -10,8 +11,6 @@ from paceline.kernels import SINKS, streaming
 def test_keys_and_values_of_texts_in_two_pools(dtype: torch.dtype) -> None:
     """With pages of several sizes, of texts shorter than the sinks, within a page and over many;
     one text has none. Slots behind a text stay as they are."""
-    from paceline.kernels.triton.gather import RECORD, gather_kv
-
     torch.manual_seed(0)
     layers, heads, dim, slots = 3, 2, 24, 80
     out = torch.full((5, 2, heads, slots, dim), 7.0, dtype=dtype)
@@ -44,8 +43,6 @@ def test_keys_and_values_of_texts_in_two_pools(dtype: torch.dtype) -> None:
 
 def test_hidden_states_of_rows_apart() -> None:
     """Rows without a place stay as they are."""
-    from paceline.kernels.triton.gather import NO_PLACE, gather_states
-
     torch.manual_seed(0)
     pool, source = torch.randn(40, 1100), torch.zeros(4)
     which = torch.tensor([[3, 39], [0, 3], [7, 8]])

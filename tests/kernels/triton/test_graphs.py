@@ -12,24 +12,22 @@ from triton_cases import Waits
 from paceline.bench.gpu.cases import RandomWeights
 from paceline.convert import Packer
 from paceline.convert.families import layer_shapes
+from paceline.cuda.graphs import FIXED_SHAPES, GraphRunner
+from paceline.cuda.products import FIXED_ROWS, FixedProducts
 from paceline.decoder import (
     Decoder,
     DecoderConfig,
-    DeviceLost,
     ForwardResult,
-    GraphRunner,
     LocalCache,
 )
-from paceline.decoder.graphs import FIXED_SHAPES, SHAPES
-from paceline.decoder.linear import Experts
-from paceline.decoder.products import FIXED_ROWS, FixedProducts
+from paceline.device import CPU, SHAPES, Device, DeviceLost
 from paceline.kernels import QueryBlock, plan_trees
 from paceline.text import Text
 from paceline.verifier.engine.batch import Batch
 from paceline.verifier.engine.job import CachedSequence, Prefill, Request
 from paceline.verifier.kv.base import KvLayout
 from paceline.verifier.kv.pool import PagePool
-from paceline.verifier.model import check_states
+from paceline.verifier.served import check_states
 
 CONFIG = DecoderConfig(
     model_type="llama", layers=2, hidden=64, intermediate=96, q_heads=4, kv_heads=2, head_dim=32,
@@ -51,8 +49,7 @@ def make_decoder(config: DecoderConfig = CONFIG) -> Decoder:
 def pool() -> PagePool:
     """A pool with one page for each of two sequences."""
     layout = KvLayout(CONFIG.layers, CONFIG.kv_heads, CONFIG.head_dim, CONFIG.dtype)
-    device = torch.device("cpu")
-    made = PagePool(layout, device, kv_bytes=4 << 20, max_sequences=2, max_context=1024)
+    made = PagePool(layout, CPU, kv_bytes=4 << 20, max_sequences=2, max_context=1024)
     made.tables[1, 0], made.tables[2, 0] = 3, 1
     return made
 
@@ -206,7 +203,7 @@ def test_a_capture_that_loses_the_device_ends_the_start(
         raise RuntimeError("an illegal memory access")
 
     monkeypatch.setattr(runner, "capture", fail)
-    monkeypatch.setattr("paceline.decoder.graphs.device_lost", lambda device: DeviceLost("gone"))
+    monkeypatch.setattr(Device, "lost", lambda device: DeviceLost("gone"))
     with pytest.raises(DeviceLost):
         next(runner.warm_up())
 
@@ -254,12 +251,6 @@ def test_a_mixture_of_experts_can_be_captured(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, pool: PagePool
 ) -> None:
     """The whole pass: which experts a row has is known on the device alone."""
-    from paceline.kernels.triton.products import multiply_by_experts
-
-    def multiply(experts: Experts, x: Tensor, chosen: Tensor) -> Tensor:
-        assert experts._stacked is not None
-        return multiply_by_experts(x, experts._stacked, experts._bias, chosen)
-
     tokens, blocks = [3, 1, 4, 2], [QueryBlock(0, 0, None, 4)]
     wanted = make_decoder(MIXTURE).forward(
         torch.tensor(tokens), plan_trees(blocks), [LocalCache(MIXTURE)], logit_rows=None
@@ -267,11 +258,6 @@ def test_a_mixture_of_experts_can_be_captured(
     request.getfixturevalue("triton_on_cpu")
     keep_plain(monkeypatch)
     decoder = make_decoder(MIXTURE)
-    for layer in decoder._layers:
-        for experts in (layer.gate_up, layer.down):
-            assert isinstance(experts, Experts)
-            experts.stack()
-    monkeypatch.setattr(Experts, "__call__", multiply)
     runner = GraphRunner(decoder, pool)
     assert runner.forward(tokens, blocks, [1]) is not None
     ((_, run),) = runner._graphs.values()

@@ -6,7 +6,10 @@ from plain_layers import keep_plain
 from torch import Tensor
 from triton_cases import Waits
 
+from paceline.cuda.triton.kernels import TritonKernels
+from paceline.cuda.triton.products import multiply_by_experts, quantise_rotated, scaled_sums
 from paceline.decoder.linear import Experts, Linear
+from paceline.kernels import devices
 from paceline.kernels.rotated import block_size, quantise_rows, scale_sums
 
 EXPERTS, OUTS, INS = 5, 70, 48
@@ -31,8 +34,6 @@ def experts() -> tuple[Tensor, Tensor]:
 def test_rows_are_multiplied_by_their_experts(
     experts: tuple[Tensor, Tensor], route: str, has_bias: bool, dtype: torch.dtype
 ) -> None:
-    from paceline.kernels.triton.products import multiply_by_experts
-
     weights, biases = (each.to(dtype) for each in experts)
     chosen = torch.tensor(ROUTES[route])
     x = torch.randn(len(chosen), INS).to(dtype)
@@ -58,8 +59,6 @@ def test_rows_in_8_bits_are_those_of_the_definition(
     ins: int, most: int, dtype: torch.dtype
 ) -> None:
     """Bit by bit, with every number of parts that a block has."""
-    from paceline.kernels.triton.products import quantise_rotated
-
     torch.manual_seed(0)
     x = torch.randn(6, ins).to(dtype)
     x[1], x[2], x[3, 7], x[4, -1] = 0, x[2] * 1e-5, torch.nan, torch.inf
@@ -75,8 +74,6 @@ def test_rows_in_8_bits_are_those_of_the_definition(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_integer_sums_are_scaled_as_defined(has_bias: bool, dtype: torch.dtype) -> None:
-    from paceline.kernels.triton.products import scaled_sums
-
     torch.manual_seed(0)
     sums = torch.randint(-(2**31), 2**31 - 1, (9, 1304)).int()
     rows, outs, bias = 1e-7 * torch.randn(5), torch.randn(1300), torch.randn(1300)
@@ -92,12 +89,9 @@ def test_a_layer_of_experts_can_be_captured(
     weights, biases = experts
     layers = Experts([Linear(w, b) for w, b in zip(weights, biases, strict=True)])
     chosen, x = torch.tensor(ROUTES["a tile and a row"]), torch.randn(66, INS)
-    expected = layers(x, chosen)
-    layers.stack()
-    torch.testing.assert_close(layers(x, chosen), expected), "without Triton"
-    from paceline.kernels.triton.products import multiply_by_experts
+    expected = layers(x, chosen)  # by PyTorch
 
-    assert layers._stacked is not None
+    monkeypatch.setitem(devices.LOADED, "cpu", TritonKernels())
     with Waits():
-        found = multiply_by_experts(x, layers._stacked, layers._bias, chosen)
+        found = layers(x, chosen)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)

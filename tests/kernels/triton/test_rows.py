@@ -5,6 +5,7 @@ import torch
 from triton_cases import MILLION, in_far_pages, in_pages
 
 from paceline.bench.reference import ReferenceRows
+from paceline.cuda.triton.backend import TritonRows
 from paceline.kernels import Norm, QueryBlock, plan_trees
 from paceline.kernels.rotated import IntSums
 
@@ -15,8 +16,6 @@ def make_norm(width: int) -> Norm:
 
 @pytest.mark.parametrize("delta_dtype", [None, torch.float16])
 def test_norms_add_in_place_and_agree(delta_dtype: torch.dtype | None) -> None:
-    from paceline.kernels.triton.backend import TritonRows
-
     torch.manual_seed(0)
     x, norm = torch.randn(3, 320), make_norm(320)
     delta = None if delta_dtype is None else torch.randn(3, 320).to(delta_dtype)
@@ -28,8 +27,6 @@ def test_norms_add_in_place_and_agree(delta_dtype: torch.dtype | None) -> None:
 
 
 def test_gates_agree() -> None:
-    from paceline.kernels.triton.backend import TritonRows
-
     gate_up = torch.randn(3, 2 * 1100).half()
     torch.testing.assert_close(TritonRows().gate(gate_up), ReferenceRows().gate(gate_up))
 
@@ -37,8 +34,6 @@ def test_gates_agree() -> None:
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_products_of_integers_are_scaled_by_the_kernels_that_read_them(has_bias: bool) -> None:
     """Bit by bit as if they were scaled before."""
-    from paceline.kernels.triton.backend import TritonRows
-
     torch.manual_seed(0)
 
     def product(width: int) -> IntSums:
@@ -72,8 +67,6 @@ def test_products_of_integers_are_scaled_by_the_kernels_that_read_them(has_bias:
 def test_queries_turn_and_keys_and_values_go_to_their_slots(
     page_size: int, has_norms: bool
 ) -> None:
-    from paceline.kernels.triton.backend import TritonRows
-
     torch.manual_seed(1)
     q_heads, kv_heads, dim = 4, 2, 80
     blocks = [QueryBlock(0, 30, (-1, 0, 0), 3), QueryBlock(1, 0, None, 2)]
@@ -102,8 +95,6 @@ def test_queries_turn_and_keys_and_values_go_to_their_slots(
 
 
 def test_far_positions_are_written_to_far_pages() -> None:
-    from paceline.kernels.triton.backend import TritonRows
-
     torch.manual_seed(1)
     heads, near, empty = (
         torch.randn(5, 4 * 64).half(),

@@ -9,6 +9,8 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from kernel_cases import sampling_rules
 
+from paceline.cuda.triton import backend
+from paceline.cuda.triton.backend import perturbed
 from paceline.kernels import (
     History,
     Proposal,
@@ -56,7 +58,6 @@ def test_any_row_gets_the_token_of_the_contract(
     seed: int, bests: int, room: int,
 ) -> None:  # fmt: skip
     """Of one program with all candidates, or of several with too few."""
-    from paceline.kernels.triton import backend
 
     torch.manual_seed(seed)
     logits = 3 * torch.randn(len(params), vocab)
@@ -88,8 +89,6 @@ EXTREMES = [
 @pytest.mark.parametrize("place", [None, math.nan, math.inf, -math.inf])
 def test_extreme_parameters_and_logits_give_the_tokens_of_the_cpu(place: float | None) -> None:
     """NaN is the lowest float, plus infinity the largest, minus infinity excludes a token."""
-    from paceline.kernels.triton import backend
-
     logits = 3 * torch.randn(len(EXTREMES), 300, generator=torch.Generator().manual_seed(0))
     if place is not None:
         logits[:, 7:90] = place
@@ -115,8 +114,6 @@ def test_drafts_are_accepted_or_replaced_as_on_the_cpu(
     params: SamplingRules, position: int, vocab: int, kind: str, seed: int
 ) -> None:
     """Of eight drafts, with a row between them that has none."""
-    from paceline.kernels.triton import backend
-
     torch.manual_seed(seed)
     logits = 2 * torch.randn(9, vocab)
     rows = [0, 1, 2, 3, 5, 6, 7, 8]
@@ -151,8 +148,6 @@ def test_drafts_are_accepted_or_replaced_as_on_the_cpu(
 
 def test_rows_far_apart_and_a_reduced_vocabulary() -> None:
     """Offsets beyond 2^31, positions beyond a million; noise is that of the target's token ids."""
-    from paceline.kernels.triton.backend import perturbed
-
     memory = torch.empty((1 << 31) + 600, dtype=torch.bfloat16)
     logits = memory.as_strided((2, 500), ((1 << 31) + 64, 1))
     logits.copy_(torch.randn(2, 500, generator=torch.Generator().manual_seed(0)))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from paceline.cuda.triton.kernels import TritonKernels
 from paceline.kernels import AttentionCall, DeviceKernels, PagedPlane, Probe, QueryBlock, plan_trees
 from paceline.kernels.caches import Plane
 
@@ -82,7 +83,6 @@ def run(
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention and log-sum-exp by a backend; None: the Triton one."""
-    from paceline.kernels.triton.kernels import TritonKernels
 
     out = torch.full(q.shape, torch.nan)  # poisoned
     lse = torch.full(q.shape[:2], torch.nan)

@@ -168,22 +168,6 @@ def median_ms(action: Callable[[], object], device: torch.device, repeats: int =
     return statistics.median(times)
 
 
-def graphed(action: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """The action as a replay of a CUDA graph, so that launches by the CPU are not timed."""
-    if device.type != "cuda":
-        return action
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        action()
-        action()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        action()
-    return graph.replay
-
-
 def copy_bandwidth(device: torch.device) -> float:
     """Bytes read and written by a large copy. Unit: GB/s."""
     size = 1 << (32 if device.type == "cuda" else 24)

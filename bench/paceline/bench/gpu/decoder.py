@@ -25,8 +25,10 @@ from paceline.bench.gpu.cases import (
     report,
 )
 from paceline.convert import Packer
-from paceline.decoder import Decoder, DecoderConfig, GraphRunner
-from paceline.decoder.products import use_library_without_splits
+from paceline.cuda.graphs import GraphRunner
+from paceline.cuda.products import use_library_without_splits
+from paceline.decoder import Decoder, DecoderConfig
+from paceline.device import device_of
 from paceline.kernels import MAX_TREE_NODES, ProbedBlock, QueryBlock, plan_trees
 
 # Tokens in front of a pass, by the format of weights. Chunks of keys begin at 2,048 and 32,768,
@@ -80,8 +82,8 @@ def measure(
     if device.type == "cuda":  # numerics fast, then what a verifier serves by default
         use_library_without_splits(fixed=False)
         fast = {context: _times(decoder, context, (1,))["1"] for context in contexts}
-        use_library_without_splits(fixed=True)
-        report(f"{config.weights}, products", str(decoder.fix_products()))
+        device_of(device).prepare(decoder, "auto")
+        report(f"{config.weights}, products", str(decoder.products))
     *layer, head = (linear.in_features * linear.out_features for linear in decoder.linears())
     weight_bytes = sum(layer) * config.layers + head
     weight_bytes *= 1 if config.weights == "int8" else config.dtype.itemsize
@@ -280,9 +282,8 @@ def check(config: DecoderConfig, contexts: Sequence[int], device: torch.device) 
     """Report the rows of a model with random weights that differ behind each context; returns their
     number."""
     decoder = Decoder(config, Packer(config, RandomWeights(config, device, 0), device), device)
-    if device.type == "cuda":
-        use_library_without_splits(fixed=True)  # as a verifier serves by default
-        report(f"{config.weights}, products", str(decoder.fix_products()))
+    device_of(device).prepare(decoder, "auto")  # as a verifier serves by default
+    report(f"{config.weights}, products", str(decoder.products))
     differing = 0
     for context in contexts:
         with torch.inference_mode():

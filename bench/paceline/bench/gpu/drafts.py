@@ -24,6 +24,7 @@ from torch import Tensor
 from paceline.bench.gpu.cases import EIGHT_BILLION, SMALL, report
 from paceline.bench.gpu.services import SEQUENCES, config_fields, write_drafters
 from paceline.decoder import DecoderConfig
+from paceline.device import device_of
 from paceline.drafter import Budget, GenerationInfo, Resources, Update
 from paceline.drafter.growth.graphs import FED, NOISES
 from paceline.drafter.kv.reader import KvPages, KvReader, StateReader, StateSlice
@@ -214,7 +215,7 @@ def drafts(device: torch.device) -> None:
         write_drafters(folder, folder / "target", config)
         for method, weights in product(("longspec", "dspark"), FORMATS):
             options = {"target": str(folder / "target"), "weights": weights}
-            resources = Resources(device=str(device))
+            resources = Resources(device_of(device))
             drafter: Any = method_class(method).load(folder / method, options, resources)
             for count in SEQUENCES if large else (1, 2):
                 report(f"{count} x {method}, {weights}", measure(drafter, count, config))

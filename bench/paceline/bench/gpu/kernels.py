@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from paceline.bench.gpu.cases import DRAFTED, EIGHT_BILLION, SMALL, graphed, median_ms, report
+from paceline.bench.gpu.cases import DRAFTED, EIGHT_BILLION, SMALL, median_ms, report
+from paceline.cuda.graphs import Capturing
+from paceline.cuda.products import FIXED_ROWS, use_library_without_splits
 from paceline.decoder import DecoderConfig
-from paceline.decoder.products import FIXED_ROWS, use_library_without_splits
 from paceline.kernels.linear import multiply_floats
 from paceline.kernels.rotated import DOWN_SIZE, SIZE, RotatedMatrix
 
@@ -70,7 +71,7 @@ def measure_product(copies: Sequence[Product], x: Tensor) -> dict[str, Any]:
             for product in copies:
                 product(part)
 
-        ms = median_ms(graphed(run, x.device), x.device)
+        ms = median_ms(Capturing(x.device).capture(run), x.device)
         us[str(rows)] = round(ms * 1e3 / len(copies), 1)
     return {"rows_with_other_bits": other_bits, "us": us}
 

@@ -11,7 +11,7 @@ import torch
 from paceline.convert.model_source import ModelSource
 from paceline.convert.pack import Packer
 from paceline.decoder.config import DecoderConfig, UnsupportedModelError
-from paceline.decoder.device import map_on_cores
+from paceline.device import CPU
 from paceline.kernels.linear import PackedMatrix, multiply
 
 BLOCKS = "gguf"  # the format of a file whose matrices are in blocks
@@ -56,7 +56,7 @@ def _matrices(
     source: ModelSource, config: DecoderConfig, layers: int, cores: int
 ) -> list[PackedMatrix]:
     packer = Packer(config, source.weights(config, "cpu"), "cpu")
-    parts = map_on_cores(packer.layer, range(layers), cores)
+    parts = CPU.map(packer.layer, range(layers), cores)
     found = [part for layer in parts for part in layer.values()]
     return [part for part in found if isinstance(part, PackedMatrix)]
 
@@ -70,7 +70,7 @@ def _pass(matrices: list[PackedMatrix], rows: int, cores: int) -> float:
             multiply(inputs[matrix.ins], matrix)
 
     began = perf_counter()
-    map_on_cores(run, range(cores), cores)
+    CPU.map(run, range(cores), cores)
     return perf_counter() - began
 
 

@@ -26,6 +26,7 @@ from paceline.convert.model_source import ModelSource, file_facts
 from paceline.convert.weights import Tensors, Weight, fingerprint_files, in_order, plain
 from paceline.decoder.config import DecoderConfig, UnsupportedModelError
 from paceline.decoder.remembered import remembered
+from paceline.device import device_of
 from paceline.kernels.linear import PackedMatrix, pack_quantised
 from paceline.kernels.quantised import QuantisedMatrix
 
@@ -223,7 +224,7 @@ class GgufModel(ModelSource):
     def table(
         self, name: str, dtype: torch.dtype, device: torch.device | str
     ) -> Tensor | PackedMatrix:
-        if torch.device(device).type != "cpu":
+        if not device_of(device).packs:
             return self.tensor(name, dtype, device)
         packed = self._packed.get(name)
         if packed is None:

@@ -33,7 +33,6 @@ from paceline.convert.model_source import ModelSource, file_facts
 from paceline.convert.pack import Packer
 from paceline.convert.sandbox import Progress, run_in_child
 from paceline.decoder.config import DecoderConfig, about
-from paceline.decoder.device import map_on_cores
 from paceline.decoder.model import Decoder, config_for
 from paceline.decoder.packed import LAYOUT, PackedWriter, new_memory
 from paceline.decoder.packed_model import (
@@ -46,8 +45,8 @@ from paceline.decoder.packed_model import (
     digest_of,
     read_entry,
 )
-from paceline.decoder.products import digest_of_sources
-from paceline.decoder.remembered import cache_folder
+from paceline.decoder.remembered import cache_folder, digest_of_sources
+from paceline.device import CPU, device_of
 
 _log = logging.getLogger(__name__)
 
@@ -109,7 +108,7 @@ def prepare(
     config.json.
     """
     path, lora = Path(path), str(Path(lora).resolve()) if lora else ""
-    if torch.device(device).type != "cpu":
+    if not device_of(device).packs:
         source = open_model(path, lora)
         description = _described(source, lora, weights)
         return PackedModel(description, source.tokenizer, None, lambda *at: _packer(source, *at))
@@ -270,7 +269,7 @@ def _pack(
             writer.add_layer(index, packer.layer(index))
             progress(next(done), config.layers)
 
-        map_on_cores(pack_layer, range(config.layers), cores)
+        CPU.map(pack_layer, range(config.layers), cores)
         writer.finish()
     return described, source.tokenizer
 

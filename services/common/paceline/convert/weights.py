@@ -14,6 +14,7 @@ from torch import Tensor
 from paceline.convert.folder_files import one_line, read_object
 from paceline.decoder.config import UnsupportedModelError
 from paceline.decoder.linear import is_rotated
+from paceline.device import device_of
 from paceline.formats import FLOATS
 from paceline.kernels.linear import PackedMatrix, pack_rotated
 from paceline.kernels.quantised import QUANT_BLOCK, QuantisedMatrix, concatenate, quantise
@@ -95,7 +96,7 @@ class WeightsOf(Tensors[Weight]):
         if bits and not (isinstance(found, QuantisedMatrix) and found.bits <= bits):
             found = quantise_tensor(name, plain(found, torch.float32), bits)
         plain_format = self._weights in FLOATS
-        quantised = not plain_format and self._device.type == "cpu"
+        quantised = not plain_format and device_of(self._device).packs
         if isinstance(found, QuantisedMatrix) and quantised:
             return found
         return plain(found, self._dtype).to(self._device)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from paceline.device import device_of
 from paceline.kernels import kernels_for
 from paceline.kernels.linear import PackedMatrix, multiply, multiply_floats, pack, pack_quantised
 from paceline.kernels.quantised import QuantisedMatrix
@@ -17,13 +18,13 @@ from paceline.kernels.rotated import IntSums, RotatedMatrix
 def is_rotated(weights: str, device: torch.device) -> bool:
     """Whether torch multiplies matrices of a format in 8 bits over rotated inputs on a device: a
     CPU has packed ones."""
-    return weights == "int8" and device.type != "cpu"
+    return weights == "int8" and not device_of(device).packs
 
 
 class Linear:
     """``x @ weight.T + bias``, by the compiled kernels on the CPU and by torch elsewhere."""
 
-    # Rising numbers of rows that products have off the CPU, see :mod:`paceline.decoder.products`;
+    # Rising numbers of rows that products have off the CPU, see paceline.cuda.products;
     # None: as many as the input.
     fixed_rows: tuple[int, ...] | None = None
 
@@ -47,7 +48,7 @@ class Linear:
         elif isinstance(weight, RotatedMatrix):
             self._int8 = weight
             self._bias = None if bias is None else bias.float().to(weight.scale.device)
-        elif weight.device.type == "cpu":
+        elif device_of(weight.device).packs:
             self.packed = pack(weight, bias, str(weight.dtype).removeprefix("torch."))
         else:
             self._weight = weight
@@ -116,13 +117,10 @@ class Experts:
         self.experts = experts  # the matrix of each expert
         self._stacked: Tensor | None = None
         self._bias: Tensor | None = None
-        weight = experts[0].weight
-        if isinstance(weight, Tensor) and weight.device.type != "cpu":
-            self.stack()
-
-    def stack(self) -> None:
-        """Make the layers views of one tensor, for products that run all experts in one call."""
-        weights, biases = zip(*((each.weight, each.bias) for each in self.experts), strict=True)
+        if not isinstance(experts[0].weight, Tensor):
+            return
+        # Views of one tensor, for products that run all experts in one call.
+        weights, biases = zip(*((each.weight, each.bias) for each in experts), strict=True)
         self._stacked = torch.stack(weights)
         self._bias = None if biases[0] is None else torch.stack(biases).to(weights[0].dtype)
         self.experts = [Linear(*each) for each in zip(self._stacked, biases, strict=True)]

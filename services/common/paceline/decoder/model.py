@@ -6,27 +6,25 @@ RoPE are float32 for bfloat16 weights too; the compiled kernels keep all activat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from paceline.decoder.config import DecoderConfig, Rope, UnsupportedModelError
-from paceline.decoder.device import map_on_cores
 from paceline.decoder.layer import (
-    DecoderLayer,
     build_layer,
     heads_of,
     linears_of,
     record_entry,
     record_layer,
 )
-from paceline.decoder.linear import Experts, Linear, is_rotated
+from paceline.decoder.linear import Linear
 from paceline.decoder.packed import Parts
-from paceline.decoder.products import FixedProducts, fix_products
+from paceline.device import device_of
 from paceline.kernels import (
     Executor,
     KVCacheView,
@@ -38,10 +36,11 @@ from paceline.kernels import (
     TreePlan,
     choose_numerics,
 )
-from paceline.kernels.caches import MAX_GPU_WIDTH
 from paceline.kernels.executor import NativeProgram
 from paceline.kernels.linear import PackedMatrix
-from paceline.kernels.rotated import why_no_integers
+
+if TYPE_CHECKING:
+    from paceline.cuda.products import FixedProducts
 
 
 @dataclass(frozen=True)
@@ -100,18 +99,14 @@ class Decoder:
         embedding = self._head.weight if embedding is None else embedding
         assert isinstance(embedding, Tensor | PackedMatrix)
         self._embedding = embedding
-        self._layers = self._load_layers(lambda index: build_layer(config, parts.layer(index)))
+        self._layers = device_of(device).map(
+            lambda index: build_layer(config, parts.layer(index)), range(config.layers)
+        )
         self.rope = Rope(config, device)
         try:
             self._executor = Executor(self._record())
         except ValueError as error:
             raise UnsupportedModelError(str(error)) from error
-
-    def _load_layers(self, load: Callable[[int], DecoderLayer]) -> list[DecoderLayer]:
-        indices = range(self.config.layers)
-        if self.device.type != "cpu":
-            return list(map(load, indices))
-        return map_on_cores(load, indices)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embedded tokens, int64 ``[n]``: float32 ``[n, hidden]``, before the model's factor on
@@ -161,19 +156,15 @@ class Decoder:
                 observer.attended(layer, q)
         return ForwardResult(done.logits, tuple(done.taps[i] for i in taps))
 
-    def fix_products(self) -> FixedProducts:
-        """Have all linear layers keep a row's bits, whatever rows are beside it; see
-        :mod:`paceline.decoder.products`. Returns which rules they have. Experts have products of
-        their own."""
-        matrices = [
+    def matrices(self) -> list[object]:
+        """The linear layers of all layers, and of the head; those of routed experts are one each,
+        and layers without one have something else."""
+        inner = (
             each
             for layer in self._layers
             for each in (layer.qkv, layer.out, layer.router, layer.gate_up, layer.down)
-        ]
-        layers = [each for each in matrices if isinstance(each, Linear)]
-        experts = [each for each in matrices if isinstance(each, Experts)]
-        self.products = fix_products([*layers, self._head], experts)
-        return self.products
+        )
+        return [*inner, self._head]
 
     def linears(self) -> list[Linear]:
         """One linear layer of every shape, in the order of layers, and the LM head."""
@@ -200,7 +191,7 @@ class Decoder:
     @property
     def native(self) -> NativeProgram | None:
         """The program of :meth:`forward` for compiled kernels, on a CPU that has them."""
-        return self._executor.native if self.device.type == "cpu" else None
+        return self._executor.native
 
     def _record(self) -> Program:
         """The operations of a forward pass."""
@@ -246,38 +237,7 @@ def config_for(
         ValueError: ``kv_cache_dtype`` is none of these, or not supported on the device.
         UnsupportedModelError: The device lacks what the model needs.
     """
-    kind = torch.device(device).type
-    if kv_cache_dtype != "auto" and kind != "cpu":
-        raise ValueError(
-            f"kv_cache_dtype is {kv_cache_dtype!r}, which is supported on the CPU; with device "
-            f"{str(device)!r} use auto"
-        )
-    rotated = is_rotated(config.weights, torch.device(device))
-    if rotated and config.experts:
-        raise UnsupportedModelError(
-            "weights are 'int8', and routed experts have no products in 8 bits on a GPU: use "
-            "bfloat16"
-        )
-    if rotated and (why := why_no_integers(device)):
-        raise UnsupportedModelError(
-            f"weights are 'int8', and {device} refuses a product of 8-bit integers, expected one "
-            f"that multiplies them: {why}; use bfloat16, or the CPU"
-        )
-    if config.delta_layers and kind != "cpu":
-        raise UnsupportedModelError(
-            "layers of the gated delta rule are supported on the CPU; the device is "
-            f"{str(device)!r}"
-        )
-    if config.attention_cap and kind == "cuda":
-        raise UnsupportedModelError(
-            "its attention scores have a soft cap, which is supported on the CPU; the device is "
-            f"{str(device)!r}"
-        )
-    if config.head_dim > MAX_GPU_WIDTH and kind == "cuda":
-        raise UnsupportedModelError(
-            f"its heads have {config.head_dim} elements, expected at most {MAX_GPU_WIDTH} on a "
-            f"GPU, whose shared memory holds no more; the device is {str(device)!r}: use the CPU"
-        )
+    device_of(device).check_model(config, kv_cache_dtype)
     return config.with_kv(kv_cache_dtype).with_context(max_context)
 
 

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from paceline.device import device_of
 from paceline.kernels import (
     MAX_PROBES,
     SELECTION_CHUNK,
@@ -61,7 +62,7 @@ class ScoreObserver(ABC):
         """One score for each whole chunk of the prefix that the newest step attended to, float32
         ``[layers, chunks]`` where the KV is; None before the first step. The step after next
         overwrites it in place: a reader that is this late only gets worse positions."""
-        self._known: torch.cuda.Event | None = None
+        self._known: torch.Event | None = None
 
     def best(self, scores: Tensor, count: int) -> Tensor:
         """The ``count`` chunks of each layer with the highest of scores that were :attr:`scores`;
@@ -73,16 +74,14 @@ class ScoreObserver(ABC):
         """
         if self._known is None:
             return best_chunks(scores, self.chunk, count).cpu()
-        with torch.cuda.stream(torch.cuda.Stream(scores.device)):
+        with device_of(scores.device).stream():
             self._known.wait()
             # A copy: what a step overwrites meanwhile would lead to places that do not exist.
             return best_chunks(scores.clone(), self.chunk, count).cpu()
 
     def _set_scores(self, scores: Tensor) -> None:
         """Replace :attr:`scores`, which a GPU may still compute."""
-        if scores.device.type == "cuda":
-            self._known = torch.cuda.Event()
-            self._known.record()
+        self._known = device_of(scores.device).event()
         self.scores = scores
 
     def nodes(self, block: QueryBlock) -> tuple[int, ...]:

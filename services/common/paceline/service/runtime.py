@@ -172,32 +172,6 @@ def _library_pages() -> Iterator[tuple[int, int]]:
             yield found
 
 
-def available_memory() -> int:
-    """Main memory that this process can still take: the machine's, or less in a container. Unit:
-    bytes."""
-    found = _fields("/proc/meminfo")["MemAvailable"] << 10
-    # Of both versions of control groups; page caches are given up when memory is needed.
-    for folder, names in (
-        ("/sys/fs/cgroup", ("memory.max", "memory.current", "file", "shmem")),
-        (
-            "/sys/fs/cgroup/memory",
-            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache", "total_shmem"),
-        ),
-    ):
-        # Unlimited is the word max, or a file is missing, as in the group of the whole machine.
-        with suppress(OSError, ValueError, KeyError):
-            limit, used = (int(Path(folder, name).read_text()) for name in names[:2])
-            kinds = _fields(f"{folder}/memory.stat")
-            found = min(found, limit - (used - kinds[names[2]] + kinds[names[3]]))
-    return max(0, found)
-
-
-def _fields(path: str) -> dict[str, int]:
-    """The first number of each line of a file, by the line's name."""
-    words = (line.split() for line in Path(path).read_text().splitlines())
-    return {line[0].rstrip(":"): int(line[1]) for line in words if len(line) > 1}
-
-
 class Stop:
     """Two events, `soft` and `hard`, and the signals that set them.
 

@@ -9,9 +9,10 @@ import os
 from concurrent.futures import Future
 from time import perf_counter
 
+from paceline.device import Device
+
 _log = logging.getLogger(__name__)
 
-MAX_SECONDS = 120.0  # work on a GPU that takes longer never ends, in seconds
 EXIT_HUNG = 70  # exit status of a service whose GPU hangs: EX_SOFTWARE of sysexits.h
 WATCH_SECONDS = 1.0
 
@@ -23,10 +24,10 @@ class Watchdog:
     event loop.
     """
 
-    def __init__(self, work: str, device: object) -> None:
-        """Watch ``work``, such as "a step", on a device by its torch name."""
+    def __init__(self, work: str, device: Device) -> None:
+        """Watch ``work``, such as "a step", on a device."""
         self._work = f"{work} on {device}"
-        self.limit = math.inf if str(device) == "cpu" else MAX_SECONDS
+        self.limit = device.max_seconds
         self._began: float | None = None
 
     def begin(self) -> None:

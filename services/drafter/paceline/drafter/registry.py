@@ -24,7 +24,7 @@ from paceline.drafter.spec import DrafterSpec, Roots
 from paceline.drafter.worker import settle
 from paceline.kv.policies import STREAMING
 from paceline.service import ServiceError
-from paceline.service.runtime import available_memory, trim
+from paceline.service.runtime import trim
 from paceline.telemetry.names import Attribute
 from paceline.telemetry.tracing import Attributes
 from paceline.v1 import drafter_pb2
@@ -63,12 +63,12 @@ class Loader:
 
     def is_short_of_memory(self, spec: DrafterSpec) -> bool:
         """Whether the files of a drafter for the CPU are larger than the free memory."""
-        if self._resources.device != "cpu" or spec.folder is None:
+        if spec.folder is None:
             return False
         try:
             folder = self._roots.check(spec.folder)
             files = [folder] if folder.is_file() else [*folder.iterdir()]
-            return sum(file.stat().st_size for file in files) > available_memory()
+            return sum(file.stat().st_size for file in files) > self._resources.device.free_memory()
         except (LoadError, OSError):  # the load has the better message
             return False
 
@@ -87,8 +87,7 @@ class Loader:
             if not isinstance(error, MemoryError) and type(error).__name__ != "OutOfMemoryError":
                 raise
             why = f"drafter {spec.name!r} does not fit into memory: {error}; unload another version"
-            if self._resources.device != "cpu":
-                why += ", or give the verifier on this GPU a smaller --gpu-memory (default: 0.8)"
+            why += self._resources.device.out_of_memory_hint
             raise LoadError(_OUT_OF_MEMORY, why) from error
         trim()  # what was used to load it
         return drafter

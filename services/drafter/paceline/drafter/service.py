@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc
 
+from paceline.device import Device, find_device
 from paceline.drafter.connection import ServiceParts
 from paceline.drafter.exchange import Exchange
 from paceline.drafter.kv.exchange import KvExchange, VerifierAccess
-from paceline.drafter.methods.base import LoadError, Resources
-from paceline.drafter.spec import DrafterSpec
-from paceline.drafter.wiring import drafter_registry, drafting_device, drafting_worker
+from paceline.drafter.methods.base import Drafter, LoadError, Resources
+from paceline.drafter.registry import Loader, Registry
+from paceline.drafter.spec import DrafterSpec, Roots
+from paceline.drafter.worker import DraftWorker
 from paceline.service import Service, ServiceError
 from paceline.service.phases import phases
+from paceline.service.runtime import trim
 from paceline.telemetry.tracing import tracer
 from paceline.v1 import drafter_pb2, drafter_pb2_grpc
 
@@ -115,7 +120,7 @@ class DrafterService:
     message_bytes: Mapping[str, int] = MappingProxyType({})
 
     def __init__(
-        self, load: Sequence[DrafterSpec], parts: ServiceParts, exchange: Exchange, device: str
+        self, load: Sequence[DrafterSpec], parts: ServiceParts, exchange: Exchange, device: Device
     ) -> None:
         self.exchange = exchange  # the verifiers
         self._load, self._parts, self._device = list(load), parts, device
@@ -127,7 +132,7 @@ class DrafterService:
                 f"{each.spec.name}@{each.version} ({each.spec.method})"
                 for each in self._parts.registry.versions()
             ],
-            "device": self._device,
+            "device": str(self._device),
             "verifiers": [link.address for link in self.exchange.links()],
         }
 
@@ -185,8 +190,9 @@ def build_service(
         roots: Folders below which LoadDrafter may load from. Empty: the folders in ``load`` and
             their parents.
         device: Device of methods with weights: auto, cpu, cuda or cuda:N
-            (:func:`~paceline.drafter.wiring.drafting_device`). KV on a GPU is mapped only by
-            drafters on a GPU.
+            (:func:`~paceline.device.find_device`). auto is the second GPU if there are two, since a
+            verifier on the same machine takes the first. KV on a GPU is mapped only by drafters on
+            a GPU.
         overlap: Whether chains of ``lm`` and ``selfspec`` grow on while the verifier works. It pays
             where the drafter has a processor of its own. None: if ``device`` is a GPU, or where the
             verifier works on other cores.
@@ -201,12 +207,12 @@ def build_service(
     ``OSError`` if another TLS file of it cannot be read, and ``ValueError`` if there is no such
     device.
     """
-    drafted_on = drafting_device(device)
+    drafted_on = find_device(device, preferred=1)
     kv = KvExchange(access or VerifierAccess(), drafted_on)
     # Drafts need not be the same on every machine.
     resources = Resources(drafted_on, threads, "auto")
-    worker = drafting_worker(drafted_on, overlap)
-    registry = drafter_registry(load, roots, resources, worker)
+    worker = DraftWorker(drafted_on, overlap=overlap)
+    registry = _registry(load, roots, resources, worker)
     parts = ServiceParts(
         registry=registry,
         worker=worker,
@@ -223,3 +229,20 @@ def build_service(
 
         parts.metrics = DrafterMetrics(metrics, registry, worker, exchange.links)
     return DrafterService(load, parts, exchange, drafted_on)
+
+
+def _registry(
+    load: Sequence[DrafterSpec], roots: Sequence[Path], resources: Resources, worker: DraftWorker
+) -> Registry:
+    """Make the registry, without drafters. It closes them on the worker's thread, and loads from
+    below ``roots``, or the folders of ``load`` and their parents."""
+    folders = [folder for spec in load for folder in spec.folders]
+    allowed = [*roots, *folders] if roots else [f for each in folders for f in (each, each.parent)]
+
+    def dispose(drafter: Drafter) -> None:
+        worker.post(drafter.close)
+        # The sequence of a slow round may still refer to the drafter: memory is returned to the
+        # system after the last reference is gone.
+        weakref.finalize(drafter, worker.post, trim).atexit = False
+
+    return Registry(Loader(Roots(allowed), resources), dispose, partial(worker.run, lambda: None))

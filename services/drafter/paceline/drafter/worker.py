@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+from paceline.device import CPU, Device
 from paceline.drafter.kv import KvGone
 from paceline.drafter.methods.base import Budget, Drafter, Update
 from paceline.drafter.session import Drafted, Session
@@ -57,23 +58,12 @@ class DraftWorker:
     first use here until it was closed, only the thread touches a session.
     """
 
-    def __init__(
-        self,
-        prepare: Callable[[], None] | None = None,
-        *,
-        overlap: bool | None = None,
-        find_fault: Callable[[], Exception | None] | None = None,
-        device: str = "cpu",
-    ) -> None:
-        """Create a worker.
-
-        ``prepare`` runs first on the thread. ``find_fault`` is called after a failure: it returns
-        the error because of which every call will fail, or None. ``device`` is that of the
-        drafters.
-        """
-        self._prepare = prepare
-        self._overlap = overlap
-        self._find_fault = find_fault
+    def __init__(self, device: Device = CPU, *, overlap: bool | None = None) -> None:
+        """Create a worker of drafters on a device. ``overlap``: whether chains grow on while the
+        verifier works; None: if it runs beside the host, or where the verifier works on other
+        cores."""
+        self._device = device
+        self._overlap = True if overlap is None and device.runs_beside else overlap
         self._failed = False
         self._fault: Future[None] = Future()
         self._watchdog = Watchdog("a draft", device)
@@ -113,7 +103,7 @@ class DraftWorker:
 
     async def lost(self) -> None:
         """Wait until the device is lost; if it hangs, the process ends. Event loop. Raises
-        ``Exception``: what ``find_fault`` returned."""
+        ``Exception``: see :meth:`Device.lost <paceline.device.Device.lost>`."""
         await self._watchdog.watch(self._fault)
 
     async def run(self, call: Callable[[], _Result]) -> _Result:
@@ -179,8 +169,7 @@ class DraftWorker:
         self._stopping = True
 
     def _run(self) -> None:
-        if self._prepare is not None:
-            self._prepare()
+        self._device.use()
         while not self._stopping:
             self._run_logged(self._pass)
             if self._failed:
@@ -350,10 +339,8 @@ class DraftWorker:
         return True
 
     def _check_fault(self) -> None:
-        if self._find_fault is None:
-            return
         self._watchdog.begin()
-        fault = self._find_fault()
+        fault = self._device.lost()
         self._watchdog.end()
         if fault is not None and not self._fault.done():
             logger.critical("%s: the drafter service ends", fault)

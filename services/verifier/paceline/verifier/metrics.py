@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
-from paceline.decoder import GraphRunner
 from paceline.service.phases import phases
 from paceline.telemetry.metrics import Metric, Metrics, Table
 from paceline.telemetry.names import PROVIDER, Span
@@ -18,6 +18,9 @@ from paceline.verifier.engine.engine import Engine
 from paceline.verifier.engine.job import Prefill
 from paceline.verifier.store import Cache, CacheStore, RequestTimes
 from paceline.verifier.telemetry import DRAFTER, FollowCounts
+
+if TYPE_CHECKING:
+    from paceline.cuda.graphs import GraphRunner
 
 _DRAFTER = ("drafter", "version")
 _FACTS = {  # label of a fact of the model: its field

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import torch
 
-from paceline.decoder import BatchInvariance, GraphRunner
+from paceline.decoder import BatchInvariance
 from paceline.kernels import SamplingRules, choose_tokens
 from paceline.service import Gate, limits
 from paceline.service.phases import phases
@@ -23,7 +23,7 @@ from paceline.service.runtime import trim
 from paceline.service.tasks import keep_running
 from paceline.telemetry.tracing import tracer
 from paceline.v1 import exchange_pb2_grpc, kv_pb2_grpc, verifier_pb2, verifier_pb2_grpc
-from paceline.verifier.model import ModelInfo, check_states, check_steps
+from paceline.verifier.model import ModelInfo
 from paceline.verifier.options import VerifierOptions
 from paceline.verifier.rpc.exchange import DraftExchangeServicer
 from paceline.verifier.rpc.kv_exchange import KvExchangeServicer
@@ -36,6 +36,7 @@ from paceline.verifier.wiring import engine, kv_memory, load_model
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
+    from paceline.cuda.graphs import GraphRunner
     from paceline.verifier.metrics import VerifierMetrics
 
 _log = logging.getLogger(__name__)
@@ -123,12 +124,11 @@ class VerifierService:
 
     def facts(self) -> dict[str, object]:
         """The model and its format, the device, and the room for texts, for the log."""
-        model, device = self._model, self._decoder.device
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+        model = self._model
         return {
             "model": model.name,
             "weights": model.weights,
-            "device": name,
+            "device": self.engine.device.product_name,
             "threads": self._loaded.threads,
             "kv_bytes": self.store.memory.limit_bytes,
             "kv_cache_dtype": model.kv_cache_dtype,
@@ -156,7 +156,9 @@ class VerifierService:
         self.engine.start()
         if self._graphs is not None:
             await self._warm_up(self._graphs)
-        if self._decoder.device.type == "cuda":
+        if self.engine.device.graphs:
+            from paceline.verifier.served import check_steps
+
             assert self._pool is not None
             check = partial(check_steps, self._decoder, self._graphs, self._pool)
             self._info.set_invariance(await self.engine.between_steps(check), self._decoder)
@@ -199,6 +201,8 @@ class VerifierService:
     async def _check_states(self, graphs: GraphRunner, layers: tuple[int, ...]) -> None:
         """Check new graphs one by one, so that no text waits for all of them. Raises
         ``OutOfMemory``: other texts have all memory."""
+        from paceline.verifier.served import check_states
+
         assert self._pool is not None
         cache, run = self._pool.allocate(graphs.shapes[-1], None), self.engine.between_steps
         try:

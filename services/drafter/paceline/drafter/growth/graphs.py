@@ -10,24 +10,29 @@ texts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.decoder import Capturing
-from paceline.decoder.device import wait_for
+from paceline.cuda.graphs import Capturing
+from paceline.cuda.triton.backend import sampling_record
+from paceline.cuda.triton.candidates import best_of_rows
+from paceline.cuda.triton.gather import NO_PLACE, RECORD, gather_kv, gather_states
+from paceline.cuda.triton.plan import PassTables, Places, Shape, Staging, TableShape
+from paceline.cuda.triton.tiles import Tiling, tilings_for
+from paceline.device import device_of
 from paceline.drafter.growth.levels import (
     HostDraft,
     HostPass,
     LevelModel,
     LevelTrees,
     Passes,
+    PassShape,
     TreeShape,
 )
 from paceline.drafter.growth.ranking import Ranker
@@ -45,10 +50,6 @@ from paceline.kernels import (
 )
 from paceline.kernels.trees import ContextBlock
 
-if TYPE_CHECKING:
-    from paceline.kernels.triton.plan import Shape
-    from paceline.kernels.triton.tiles import Tiling
-
 SEQUENCES = (1, 2, 4, 8, 16, 32)  # sequences that graphs are made for
 FED = (8, 17)  # new positions of each text
 # Places of caches are multiples of it, for wide loads; fewer positions a page are not gathered.
@@ -57,26 +58,6 @@ ALIGN = 16
 
 # What is done with logits at T = 0, at T > 0, and with top-k, top-p or min-p.
 NOISES = ("none", "noise", "filters")
-
-
-@dataclass(frozen=True)
-class PassShape:
-    """Largest shape of a pass."""
-
-    rows: int  # rows of each sequence
-    blocks: int = 1  # blocks of each sequence
-    windows: tuple[int | None, ...] = ()  # windows of its layers that attend to the caches
-    contexts: tuple[int | None, ...] = ()  # windows of those that attend to contexts
-    tokens: bool = False  # whether the host gives its tokens
-    logit_rows: int = 0  # rows of each sequence that need logits, if the host gives them
-    inputs: int = 0  # width of its hidden states; 0: none
-    taps: int = 1  # layers that they are of
-
-
-def text_and_levels(text: PassShape, level: PassShape, shape: TreeShape) -> list[PassShape]:
-    """Return the shapes of a pass over texts, and of those over the nodes of their trees."""
-    first = replace(text, tokens=True, logit_rows=1)
-    return [first, *(replace(level, rows=stop) for stop in shape.stops[1:-1])]
 
 
 class DenseCache(Protocol):
@@ -103,14 +84,10 @@ class DraftGraphs:
     def __init__(
         self, model: GraphModel, settings: TreeSettings, method: str, gathered_slots: int = 0
     ) -> None:
-        """Make a runner without graphs for trees of one shape.
+        """Make a runner without graphs for the trees of a model; ``method`` is its name in the log.
 
-        Args:
-            model: Its passes.
-            settings: Of its trees.
-            method: Name of its method, for the log.
-            gathered_slots: Maximum number of positions of the target's KV that a draft reads; 0 if
-                it reads none, or all.
+        ``gathered_slots`` is the maximum number of positions of the target's KV that a draft reads;
+        0 if it reads none, or all.
         """
         shape = TreeShape.of(settings.options, settings.max_depth, settings.logits)
         device = settings.device
@@ -134,10 +111,9 @@ class DraftGraphs:
                 heads.head_dim,
             )  # fmt: skip
             nodes = shape.stops[-1]
-            self._results = torch.zeros(
-                SEQUENCES[-1], nodes, 4, dtype=torch.float64,
-                pin_memory=device.type == "cuda",
-            )  # fmt: skip
+            self._results = device_of(device).host_zeros(
+                SEQUENCES[-1], nodes, 4, dtype=torch.float64
+            )
 
     def __len__(self) -> int:
         return self._capturing.captured
@@ -171,18 +147,12 @@ class DraftGraphs:
         lengths: Sequence[int],
         last: Sequence[int],
     ) -> Tensor | None:
-        """Draft for a batch.
+        """Draft for a batch by its passes, and by the ranker, the number of tokens and ``last``, as
+        of :class:`LevelTrees`, of each sequence.
 
-        Args:
-            draft: Its passes.
-            rankers: Rank the candidates of each sequence.
-            lengths: Tokens of each text.
-            last: As of :class:`LevelTrees`, by sequence.
-
-        Returns:
-            See :meth:`LevelTrees.packed`, on the CPU, valid until the next call; None if no graph
-            is large enough or it could not be captured, the trees have another shape, or a cache
-            cannot be read by wide loads.
+        Returns what :meth:`LevelTrees.packed` does, on the CPU, valid until the next call; None if
+        no graph is large enough or it could not be captured, the trees have another shape, or a
+        cache cannot be read by wide loads.
         """
         sequences = next((n for n in SEQUENCES if n >= len(rankers)), 0)
         fed = next((n for n in FED if self._fits(draft, sequences, n)), None)
@@ -195,7 +165,7 @@ class DraftGraphs:
             return None
         found = self._results[: len(rankers)]
         found.copy_(graph.run()[: len(rankers)], non_blocking=True)
-        wait_for(self._settings.device)
+        device_of(self._settings.device).wait()
         return found
 
     def _fits(self, draft: HostDraft, sequences: int, fed: int) -> bool:
@@ -262,9 +232,6 @@ class _Graph(Passes):
         passes: Sequence[PassShape],
         noise: str,
     ) -> None:
-        from paceline.kernels.triton.gather import RECORD
-        from paceline.kernels.triton.plan import PassTables, Staging, TableShape
-
         bases, self._gathered = memory
         device, dtype = settings.device, bases[0].dtype
         contexts = [Context(_Placed(bases[1]), 1)] if len(bases[1]) else []
@@ -319,8 +286,6 @@ class _Graph(Passes):
         self.clear()
 
     def _tilings(self, windows: Sequence[int | None]) -> tuple[Tiling, ...]:
-        from paceline.kernels.triton.tiles import tilings_for
-
         return tilings_for(self._model.config.group, self._bases[0], windows)
 
     def clear(self) -> None:
@@ -424,8 +389,6 @@ class _Graph(Passes):
     def _fill_states(self, number: int, inputs: StateRows | None) -> None:
         """Write where the hidden states of a pass lie, and copies those that do not lie in
         pages."""
-        from paceline.kernels.triton.gather import NO_PLACE
-
         if not self._shapes[number].inputs:
             return
         table, rows = self._staging.host[self._states[number]], self._inputs[number]
@@ -452,8 +415,6 @@ class _Graph(Passes):
         return None if wide and (places % ALIGN).any() else places
 
     def _fill_records(self, params: Sequence[SamplingRules], lengths: Sequence[int]) -> None:
-        from paceline.kernels.triton.backend import sampling_record
-
         missing = self._sequences - len(params)
         padded = [*params, *[SamplingRules(temperature=0.0)] * missing]
         base = sampling_record(padded, [*lengths, *[0] * missing])
@@ -464,8 +425,6 @@ class _Graph(Passes):
 
     def draft(self) -> Tensor:
         """The draft of the batch in the tables; see :meth:`LevelTrees.packed`."""
-        from paceline.kernels.triton.gather import gather_kv, gather_states
-
         tables = self._staging.device
         if len(self._gathered):
             records, pages = tables[self._kv_records], tables[self._kv_pages]
@@ -479,8 +438,6 @@ class _Graph(Passes):
         return trees.packed()
 
     def _rank(self, logits: Tensor, level: int) -> tuple[Tensor, Tensor]:
-        from paceline.kernels.triton.candidates import best_of_rows
-
         record = None if self._noise == "none" else self._staging.device[self._records[level]]
         scores, width = logits[:, : self._shape.count], self._shape.widths[level]
         return best_of_rows(
@@ -489,8 +446,6 @@ class _Graph(Passes):
         )  # fmt: skip
 
     def plan(self, index: int, trees: LevelTrees | None = None) -> TreePlan:
-        from paceline.kernels.triton.plan import Places
-
         own, context = (
             {
                 base.data_ptr(): Places(self._staging.device[table], self._zeros, wide=True)

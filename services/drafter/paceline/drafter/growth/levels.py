@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.decoder.model import AttentionObserver
+from paceline.device import device_of
 from paceline.drafter.growth.ranking import Ranker, draw_rows, rank_rows
 from paceline.drafter.growth.sequence import GrownSequence, Growth, PassPart, TreeSettings
 from paceline.drafter.growth.target_data import StateRows
@@ -132,6 +133,26 @@ def level_passes(starts: Sequence[int], lengths: Sequence[int], shape: TreeShape
     return found
 
 
+@dataclass(frozen=True)
+class PassShape:
+    """Largest shape of a pass."""
+
+    rows: int  # rows of each sequence
+    blocks: int = 1  # blocks of each sequence
+    windows: tuple[int | None, ...] = ()  # windows of its layers that attend to the caches
+    contexts: tuple[int | None, ...] = ()  # windows of those that attend to contexts
+    tokens: bool = False  # whether the host gives its tokens
+    logit_rows: int = 0  # rows of each sequence that need logits, if the host gives them
+    inputs: int = 0  # width of its hidden states; 0: none
+    taps: int = 1  # layers that they are of
+
+
+def text_and_levels(text: PassShape, level: PassShape, shape: TreeShape) -> list[PassShape]:
+    """Return the shapes of a pass over texts, and of those over the nodes of their trees."""
+    first = replace(text, tokens=True, logit_rows=1)
+    return [first, *(replace(level, rows=stop) for stop in shape.stops[1:-1])]
+
+
 class Passes:
     """The passes of a draft on the device, sent there one by one."""
 
@@ -148,7 +169,7 @@ class Passes:
         blocks, positions = each.blocks, each.positions
         if not blocks:
             return None
-        if trees is not None and self._device.type == "cpu":
+        if trees is not None and device_of(self._device).packs:
             stop = trees.frontier.stop
             positions = np.array(positions).reshape(len(blocks), -1)[:, :stop].ravel()
             blocks = [
@@ -255,7 +276,7 @@ class LevelTrees:
     def _add_by_kernel(
         self, candidates: tuple[Tensor, Tensor], first: int, log_confidences: Tensor | None
     ) -> None:
-        from paceline.kernels.triton.candidates import grow_trees
+        from paceline.cuda.triton.candidates import grow_trees
 
         self._above = grow_trees(
             candidates, self._above, self._last, (self.tokens, self.parents, self._scores),
@@ -295,7 +316,9 @@ class LevelTrees:
             self.paths[:, new, :first] = self.paths[:, before, :first].gather(1, at)
         worst = self._scores[0].sort(descending=True).values.gather(1, self._last)
         expanded = (best >= self._shape.min_score) & (best > worst)
-        self._expanded = int(expanded.sum(1).max()) if expanded.is_cpu else size
+        self._expanded = (
+            size if device_of(expanded.device).runs_beside else int(expanded.sum(1).max())
+        )
         self._above = torch.where(expanded, best, -torch.inf)[:, : self._expanded]
 
     def packed(self) -> Tensor:
@@ -399,7 +422,7 @@ class LevelGrowth(Growth):
             device = self._settings.device
             worst = send(torch.tensor(last)[:, None], device)
             rank = _ranking(rankers, lengths, shape, proposals)
-            trees = LevelTrees(shape, worst, rank, kernels=device.type == "cuda")
+            trees = LevelTrees(shape, worst, rank, kernels=device_of(device).graphs)
             self._model.grow(Passes(draft, device), trees)
             nodes = trees.packed().cpu()
         for sequence in sequences:
@@ -420,7 +443,7 @@ def _ranking(
         positions = [length + level for length in lengths]
         if rankers[0].params.rejection:
             return draw_rows(rankers, logits, positions, proposals)
-        if not logits.is_cpu:
+        if device_of(logits.device).runs_beside:
             return rank_rows(rankers, logits, positions, shape.widths[level])
         parts = logits.split(len(logits) // len(rankers))
         ids, logs = zip(

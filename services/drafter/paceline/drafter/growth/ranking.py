@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from paceline.device import device_of
 from paceline.kernels import (
     History,
     Proposal,
@@ -114,7 +115,7 @@ class Ranker:
             Token ids, int64 ``[F, w]``, best first, and the logs of their confidences, float32
             ``[F, w]``; -inf for tokens that the filter removes.
         """
-        if not logits.is_cpu:
+        if device_of(logits.device).runs_beside:
             return rank_rows([self], logits, [position], width, chain)
         params, drafted = self.params, self._drafted
         if params.penalised:

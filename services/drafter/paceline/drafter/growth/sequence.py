@@ -92,7 +92,7 @@ class TreeSettings:
     ) -> TreeSettings:
         """Return the settings for a model of a shape; ``drafted`` as above."""
         device = device or torch.device("cpu")
-        copied = None if drafted is None or device.type == "cpu" else send(drafted, device)
+        copied = None if drafted is None else send(drafted, device)
         return cls(options, shape.vocab_size, shape.max_position, device, drafted, copied)
 
     @property

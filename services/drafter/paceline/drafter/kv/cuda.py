@@ -12,11 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from paceline.device import Device, NotMappable
 from paceline.drafter.kv import KvGone, KvNotShared
 from paceline.drafter.kv.mapped import CacheFile, MappedReader, oldest_kept
 from paceline.drafter.kv.reader import KvPages, KvReader, StateReader, StateSlice
 from paceline.kernels import SINKS, send, streaming
-from paceline.kv.cuda import CudaDriver, DriverError, MappedMemory, NotMappable, cuda_driver
 from paceline.kv.segment import HEADER_BYTES
 from paceline.kv.selection import streaming_positions
 
@@ -43,10 +43,12 @@ class PoolReader(MappedReader):
       read its pool.
     """
 
-    def __init__(self, file: CacheFile, driver: CudaDriver, reader: int) -> None:
-        """Map the verifier's pool; ``reader`` is the ordinal of the device that reads. Raises
-        ``KvNotShared`` if the layout is invalid, or this device cannot read the pool."""
+    def __init__(self, file: CacheFile, device: Device) -> None:
+        """Map the verifier's pool, for the device that reads. Raises ``KvNotShared`` if the layout
+        is invalid, or this device cannot read the pool."""
         super().__init__(file)
+        if not file.layout.pages.HasField("memory"):
+            raise KvNotShared("the verifier's KV lies in pages that other processes cannot map")
         memory = file.layout.pages.memory
         self._page = _page_shape(file)
         page_bytes = math.prod(self._page) * file.kv_dtype.itemsize
@@ -57,19 +59,19 @@ class PoolReader(MappedReader):
                 f"{memory.byte_offset}, expected whole pages of {page_bytes} bytes"
             )
         try:
-            self._pool = MappedMemory(
-                driver, reader, memory.device_uuid, memory.handle,
-                memory.byte_offset, memory.byte_size, file.pool,
-            )  # fmt: skip
+            self._pool = device.map_memory(
+                memory.device_uuid, memory.handle, memory.byte_offset, memory.byte_size, file.pool
+            )
         except NotMappable as error:
             raise KvNotShared(str(error)) from error
+        self._wait = device.wait
         # The pages, uint8 `[pages, page_bytes]`.
         self._memory = self._pool.bytes[: count * page_bytes].view(count, page_bytes)
         self._table: NDArray[np.int32] = _NO_PAGES
 
     def settle(self) -> None:
-        if not self.closed and self._memory.device.type == "cuda":
-            torch.cuda.current_stream(self._memory.device).synchronize()
+        if not self.closed:
+            self._wait()
         self.check()
 
     def close(self) -> None:
@@ -81,7 +83,7 @@ class PoolReader(MappedReader):
 
     def _places(self, rows: NDArray[np.int64], size: int) -> tuple[Tensor, Tensor]:
         """Return page and row in the page of rows in pages of ``size``, on the device that reads.
-        Raises ``KvGone`` if an entry of the page table is not a page of the pool."""
+        Raises ``KvGone`` as :meth:`_checked`."""
         pages = self._checked(self._table[rows // size].astype(np.int64))
         both = torch.from_numpy(np.stack([pages, rows % size]))
         found, at = send(both, self._memory.device)
@@ -103,15 +105,9 @@ def _page_shape(file: CacheFile) -> tuple[int, int, int, int, int]:
 class CudaKv(PoolReader, KvReader):
     """K and V of some layers in the pages of the verifier's pool."""
 
-    def __init__(
-        self, file: CacheFile, layers: Iterable[int], driver: CudaDriver, reader: int
-    ) -> None:
-        """Map the verifier's pool.
-
-        Negative layers count from the last; ``reader`` is the ordinal of the device that reads.
-        Raises ``KvNotShared`` if the target has no such layers, the layout is invalid, or this
-        device cannot read the pool.
-        """
+    def __init__(self, file: CacheFile, layers: Iterable[int], device: Device) -> None:
+        """Map the verifier's pool, for the device that reads. Negative layers count from the last.
+        Raises ``KvNotShared`` as :class:`PoolReader`, or if the target has no such layers."""
         layout, size = file.layout, file.layout.pages.page_size
         self._selection = 0, 0
         self._selected: tuple[tuple[int, int], tuple[Tensor, Tensor]] | None = None
@@ -119,7 +115,7 @@ class CudaKv(PoolReader, KvReader):
         self.layers = tuple(self._numbers)
         entries = layout.capacity // max(1, size)
         table = file.array(HEADER_BYTES, (entries,), torch.int32)
-        super().__init__(file, driver, reader)
+        super().__init__(file, device)
         self._table = table.numpy()
         # `[pages, layers, 2, Hkv, page_size, D]`.
         self._pages = self._memory.view(file.kv_dtype).view(-1, *self._page)
@@ -163,11 +159,9 @@ class CudaKv(PoolReader, KvReader):
         )
 
     def gather(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return copies of keys and values at positions, each ``[Hkv, n, D]``, on the GPU.
-
-        Positions are int64 ``[n]`` on the CPU, all below :attr:`committed`. Raises ``KvGone`` if
-        the page table is invalid.
-        """
+        """Return copies of keys and values at positions, each ``[Hkv, n, D]``, on the GPU; these
+        are int64 ``[n]`` on the CPU, all below :attr:`committed`. Raises ``KvGone`` if the page
+        table is invalid."""
         return self._copy(layer, *self._places(positions.numpy(), self._page[3]))
 
     def close(self) -> None:
@@ -190,15 +184,12 @@ class CudaStates(PoolReader, StateReader):
 
     paged = True
 
-    def __init__(
-        self, file: CacheFile, layers: Sequence[int], window: int, driver: CudaDriver, reader: int
-    ) -> None:
-        """Map the verifier's pool.
+    def __init__(self, file: CacheFile, layers: Sequence[int], window: int, device: Device) -> None:
+        """Map the verifier's pool, for the device that reads.
 
         Layers are counted from 0, in the order in which they are read. The newest ``window``
-        positions are read; 0: all. ``reader`` is the ordinal of the device that reads. Raises
-        ``KvNotShared`` if the cache does not keep these states, the layout is invalid, or this
-        device cannot read the pool.
+        positions are read; 0: all. Raises ``KvNotShared`` as :class:`PoolReader`, or if the cache
+        does not keep these states.
         """
         kept, dtype = file.kept_states(layers, window)
         row_bytes = kept.hidden_size * dtype.itemsize
@@ -208,7 +199,7 @@ class CudaStates(PoolReader, StateReader):
             raise KvNotShared(f"a page of {page} bytes has no hidden states of {row_bytes} bytes")
         entries = -(-kept.slots * len(kept.layers) // rows)
         table = file.array(kept.table_offset, (entries,), torch.int32)
-        super().__init__(file, driver, reader)
+        super().__init__(file, device)
         self._table = table.numpy()
         stored = self._memory.view(dtype)[:, : rows * kept.hidden_size]
         self._rows = stored.view(len(stored), rows, kept.hidden_size)  # ``[pages, rows, hidden]``
@@ -219,8 +210,7 @@ class CudaStates(PoolReader, StateReader):
         self.byte_size = kept.slots * len(layers) * row_bytes
 
     def read(self, begin: int, end: int) -> tuple[int, Tensor]:
-        """See :class:`StateReader`. The copies are on the GPU. Raises ``KvGone`` if the page table
-        is invalid."""
+        """See :class:`StateReader`; on the GPU. Raises ``KvGone`` if the page table is invalid."""
         begin = self._available(begin, end)
         pages, at = self._places(self._rows_of(begin, end).ravel(), self._rows.shape[1])
         width = len(self._indices) * self._rows.shape[2]
@@ -256,11 +246,8 @@ class CudaStates(PoolReader, StateReader):
         return first
 
     def check(self) -> None:
-        """See :class:`PoolReader`.
-
-        Raises:
-            KvGone: As there, or rows may have been overwritten while they were copied.
-        """
+        """See :class:`PoolReader`. Raises ``KvGone`` too if rows may have been overwritten while
+        they were copied."""
         super().check()
         oldest, self._unchecked = self._unchecked, sys.maxsize
         if oldest < oldest_kept(self.committed, 0, self._slots):
@@ -269,23 +256,3 @@ class CudaStates(PoolReader, StateReader):
     def close(self) -> None:
         self._rows = torch.empty(0)
         super().close()
-
-
-def pool_reader(file: CacheFile, device: str) -> tuple[CudaDriver, int]:
-    """Return the driver, and the ordinal of the device that reads the pool of a cache in pages.
-
-    Raises:
-        KvNotShared: Other processes cannot map it, or the drafter, on ``device``, cannot read it.
-    """
-    reader = torch.device(device)
-    if not file.layout.pages.HasField("memory"):
-        raise KvNotShared("the verifier's KV lies in pages that other processes cannot map")
-    if reader.type != "cuda":
-        raise KvNotShared(
-            f"the verifier's KV is on a GPU, and this drafter runs on {reader}; run it on that "
-            "GPU, or let it follow the cache"
-        )
-    try:
-        return cuda_driver(), reader.index or 0
-    except DriverError as error:
-        raise KvNotShared(str(error)) from error

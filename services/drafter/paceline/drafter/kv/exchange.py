@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
+from paceline.device import CPU, Device
 from paceline.drafter.kv import KvGone, KvNotShared, KvOptions, VerifierUnreachable
 from paceline.kv.policies import STREAMING
 from paceline.service import limits
@@ -80,10 +81,10 @@ class KvExchange:
     It has one channel to each verifier, which serves all calls to it. Belongs to one event loop.
     """
 
-    def __init__(self, access: VerifierAccess, device: str = "cpu") -> None:
+    def __init__(self, access: VerifierAccess, device: Device = CPU) -> None:
         """Make an exchange without connections.
 
-        ``device`` is the torch name of the drafter's: it has to be able to read KV on a GPU. Raises
+        ``device`` is that of the drafters: it has to be able to read KV on a GPU. Raises
         ``OptionsError`` if the TLS authorities cannot be read, and ``OSError`` if another TLS file
         cannot be read.
         """
@@ -96,7 +97,6 @@ class KvExchange:
         self._closed = False
         self._closing: set[asyncio.Task[None]] = set()
         self._logged = ""
-        self._close_unused: Callable[[], None] = lambda: None
 
     def check(self, address: str) -> None:
         """Raises ``OptionsError`` if the token would travel to an address unencrypted."""
@@ -160,14 +160,14 @@ class KvExchange:
         Raises:
             KvNotShared: As for :meth:`open`, or the cache does not keep them.
         """
-        from paceline.drafter.kv.cuda import CudaStates, pool_reader
+        from paceline.drafter.kv.cuda import CudaStates
         from paceline.drafter.kv.mapped import SharedStates
         from paceline.drafter.kv.remote import RemoteStates
 
         def read(file: CacheFile) -> StateReader:
             if not file.paged:
                 return SharedStates(file, layers, window)
-            return CudaStates(file, layers, window, *pool_reader(file, self._device))
+            return CudaStates(file, layers, window, self._device)
 
         async def map_states() -> StateReader:
             return await self._map(address, read_grant, read)
@@ -209,13 +209,13 @@ class KvExchange:
         self, address: str, read_grant: bytes, layers: Sequence[int]
     ) -> SharedKv | CudaKv:
         """Map keys and values of a cache. See :meth:`open`."""
-        from paceline.drafter.kv.cuda import CudaKv, pool_reader
+        from paceline.drafter.kv.cuda import CudaKv
         from paceline.drafter.kv.mapped import SharedKv
 
         def read(file: CacheFile) -> SharedKv | CudaKv:
             if not file.paged:
                 return SharedKv(file, layers)
-            return CudaKv(file, layers, *pool_reader(file, self._device))
+            return CudaKv(file, layers, self._device)
 
         return await self._map(address, read_grant, read)
 
@@ -225,7 +225,7 @@ class KvExchange:
         while self._channels:
             await self._channels.popitem()[1].close()
         await asyncio.gather(*self._closing)
-        self._close_unused()
+        self._device.close_unused()
 
     def _follow(self, address: str) -> Any:
         """Open a FollowCache call."""
@@ -244,9 +244,6 @@ class KvExchange:
                 f"the verifier at {address[:80]} was joined without its Unix socket; run both on "
                 "one host, and let them share the folder of --draft-socket"
             )
-        from paceline.kv.cuda import close_unused
-
-        self._close_unused = close_unused
         # In a thread: its result frees itself if nobody waits for it any more.
         file = await asyncio.to_thread(_map_file, path, read_grant, CALL_SECONDS)
         try:
@@ -271,7 +268,7 @@ class KvExchange:
     def drop(self, address: str) -> None:
         """Forget a verifier whose sequences are closed; calls in flight may still end."""
         self.sockets.pop(address, None)
-        self._close_unused()
+        self._device.close_unused()
         channel = self._channels.pop(address, None)
         if channel is not None:
             task = asyncio.create_task(channel.close(CALL_SECONDS))

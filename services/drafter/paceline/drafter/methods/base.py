@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, get_type_hints
 
+from paceline.device import CPU, Device
 from paceline.drafter.generation import Budget, DraftSequence, GenerationInfo, Update
 from paceline.drafter.kv import KvGone, KvOptions
 from paceline.formats import SECTION
@@ -91,7 +92,7 @@ class Fit:
 class Resources:
     """Hardware that a loaded drafter uses."""
 
-    device: str = "cpu"  # torch name of the device
+    device: Device = CPU
     threads: int | None = None  # threads of the math library; None: its default
     numerics: str = "portable"
     """How programs multiply bfloat16, as :func:`paceline.kernels.choose_numerics` has it."""

@@ -20,7 +20,7 @@ from paceline.convert.drafters import (
     published_shape,
     read_described,
 )
-from paceline.decoder import DecoderConfig, UnsupportedModelError, use_device
+from paceline.decoder import DecoderConfig, UnsupportedModelError
 from paceline.drafter.methods.base import SECTION, Fit, LoadError, Resources
 from paceline.drafter.methods.layers import LayerShape, drafted_tokens, linear
 from paceline.kernels.linear import PackedMatrix
@@ -69,7 +69,7 @@ def load_model(
 
     def prepare() -> None:
         torch.set_num_threads(threads)
-        use_device(resources.device)
+        resources.device.use()
 
     try:
         with ThreadPoolExecutor(1, initializer=prepare) as pool:

@@ -14,13 +14,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from paceline.drafter.growth.graphs import PassShape, text_and_levels
 from paceline.drafter.growth.levels import (
     HostDraft,
     LevelTrees,
     Passes,
+    PassShape,
     TreeShape,
     level_passes,
+    text_and_levels,
     text_pass,
 )
 from paceline.drafter.growth.sequence import PassPart

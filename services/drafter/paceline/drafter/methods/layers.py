@@ -31,6 +31,7 @@ from paceline.convert.model_source import remembered_by_transformers
 from paceline.convert.weights import plain
 from paceline.decoder import UnsupportedModelError
 from paceline.decoder.linear import Linear
+from paceline.device import device_of
 from paceline.kernels import Heads, Norm, Recorder
 from paceline.kernels.linear import pack_rotated
 from paceline.kernels.quantised import QUANT_BLOCK, quantise
@@ -311,11 +312,11 @@ def linear(parts: Sequence[Tensor], bits: int, down: bool = False) -> Linear:
     weights off the CPU are rounded to such blocks and stored as they came.
     """
     weight = parts[0] if len(parts) == 1 else torch.cat(list(parts))
-    on_cpu = weight.device.type == "cpu"
-    if bits == 8 and rotates(weight.shape[1]) and (on_cpu or weight.dtype.itemsize == 2):
+    packs = device_of(weight.device).packs
+    if bits == 8 and rotates(weight.shape[1]) and (packs or weight.dtype.itemsize == 2):
         rotated = RotatedMatrix.of(weight, DOWN_SIZE if down else SIZE)
-        return Linear(pack_rotated(rotated) if on_cpu else rotated)
+        return Linear(pack_rotated(rotated) if packs else rotated)
     if not bits or weight.shape[1] % QUANT_BLOCK:
         return Linear(weight)
     blocks = quantise(weight.float(), bits)
-    return Linear(blocks if on_cpu else plain(blocks, weight.dtype))
+    return Linear(blocks if packs else plain(blocks, weight.dtype))

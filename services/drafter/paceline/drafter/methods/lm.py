@@ -310,7 +310,7 @@ class LmDrafter(Drafter):
         folder = required_folder(cls.method, folder)
         parsed = parse_options(LmOptions, options)
         fit = read_fit(folder)
-        device = resources.device
+        device = resources.device.torch
         model = load_model(
             folder, resources, prepare, folder, parsed.weights, None, device, packing
         )

@@ -162,19 +162,19 @@ class SelfSpecDrafter(Drafter):
         parsed = parse_options(SelfSpecOptions, options)
         device = resources.device
         model = load_model(
-            folder, resources, prepare, folder, parsed.weights, parsed.lora, device, packing
+            folder, resources, prepare, folder, parsed.weights, parsed.lora, device.torch, packing
         )
         about = model.description
         fit = replace(read_fit(folder), target_fingerprint=about.fingerprint)
         share = parsed.share_weights == "always"
-        if share and device != "cpu":
+        if share and not device.packs:
             raise LoadError(
                 "INVALID_OPTION",
                 f"weights are shared in main memory, and this drafter runs on {device}; use "
                 "share_weights=auto",
             )
         decoder = load_model(
-            folder, resources, model.decoder, device, numerics=resources.numerics, share=share
+            folder, resources, model.decoder, device.torch, numerics=resources.numerics, share=share
         )
         refuse_recurrent(cls.method, decoder.config)
         return cls(decoder, parsed, fit, 0 if share else about.source_bytes)

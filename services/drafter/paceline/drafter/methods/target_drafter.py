@@ -15,8 +15,15 @@ from torch import Tensor
 from paceline.convert import ModelSource, load_config, open_model
 from paceline.convert.weights import Checkpoint
 from paceline.decoder.config import Rope
-from paceline.drafter.growth.graphs import DraftGraphs, PassShape
-from paceline.drafter.growth.levels import HostDraft, LevelGrowth, LevelTrees, Passes, TreeShape
+from paceline.device import Device, device_of
+from paceline.drafter.growth.levels import (
+    HostDraft,
+    LevelGrowth,
+    LevelTrees,
+    Passes,
+    PassShape,
+    TreeShape,
+)
 from paceline.drafter.growth.native import NativeGrowth
 from paceline.drafter.growth.sequence import (
     GrownSequence,
@@ -106,14 +113,13 @@ class StateOptions:
         )
 
 
-def weight_bits(weights: str, folder: Path, device: str) -> int:
+def weight_bits(weights: str, folder: Path, device: Device) -> int:
     """Return the bits of matrices, 8 or 4, see :func:`linear`; 0: as they come.
 
     For ``auto`` they are the most that blocks of the folder have, on a CPU.
     """
     if weights == "auto":
-        on_cpu = torch.device(device).type == "cpu"
-        return Checkpoint(folder, torch.float32).bits if on_cpu else 0
+        return Checkpoint(folder, torch.float32).bits if device.packs else 0
     return {"int8": 8, "int4": 4}.get(weights, 0)
 
 
@@ -175,7 +181,7 @@ class DraftLayers(ABC):
     def native(self) -> list[NativeProgram] | None:
         """The programs for compiled kernels; None if they do not run all of them."""
         found = [each.native for each in self.programs if each.native is not None]
-        return found if self.device.type == "cpu" and len(found) == len(self.programs) else None
+        return found if len(found) == len(self.programs) else None
 
     @torch.inference_mode()
     def run(
@@ -355,12 +361,12 @@ class TargetDrafter(Drafter):
 
     @classmethod
     def _read(cls, folder: Path, fit: Fit, options: Any, resources: Resources) -> TargetDrafter:
-        device = resources.device
+        device = resources.device.torch
         target = open_model(options.target, options.lora) if options.target else None
         config, stored = cls.read_config(folder, target)
         known = {"float32": torch.float32, "bfloat16": torch.bfloat16}
         dtype = known.get(options.weights, stored)
-        bits = weight_bits(options.weights, folder, device)
+        bits = weight_bits(options.weights, folder, resources.device)
         if target is not None:
             fit = check_target(folder, target, fit)
             check_shape(folder, config, target)
@@ -381,7 +387,9 @@ class TargetDrafter(Drafter):
             if (draft := layers.native_draft(programs, ids)) is not None:
                 ways.append(NativeGrowth(draft, layers.rope, settings))
         graphs = None
-        if settings.device.type == "cuda" and layers.captured:
+        if device_of(settings.device).graphs and layers.captured:
+            from paceline.drafter.growth.graphs import DraftGraphs
+
             slots = self.needs.kv_budget
             graphs = DraftGraphs(layers, settings, self.method, slots)
         levels = LevelGrowth(layers, settings, graphs)

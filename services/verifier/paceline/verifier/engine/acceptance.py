@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.decoder import receive
+from paceline.device import device_of
 from paceline.kernels import (
     Edits,
     Proposal,
@@ -229,7 +229,7 @@ def accept_batch(
     Raises:
         Exception: The device failed. All sequences are as before.
     """
-    if logits.device.type == "cpu":
+    if not device_of(logits.device).runs_beside:
         reads = [_Read(logits[entry.logits], logits[entry.scored]) for entry in entries]
         kept: HiddenStates = {layer: host_bytes(rows) for layer, rows in states.items()}
     else:
@@ -332,7 +332,8 @@ def _read(
     best = () if likely is None else best_candidates(likely.float(), WIDTH)
     _keep(entries, chosen, tokens, states)
     meanwhile()
-    on_host = receive([each for each in (tokens, copied, *best) if each is not None], logits.device)
+    wanted = [each for each in (tokens, copied, *best) if each is not None]
+    on_host = device_of(logits.device).receive(wanted)
     numbers = [] if tokens is None else on_host.pop(0).tolist()
     none = torch.empty(0, logits.shape[1])
     parts = _split(none if copied is None else on_host.pop(0), needed)

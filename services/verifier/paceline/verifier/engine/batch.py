@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from paceline.decoder import Decoder, ForwardResult, GraphRunner
-from paceline.decoder.graphs import SHAPES, table_row
+from paceline.decoder import Decoder, ForwardResult
+from paceline.device import SHAPES
 from paceline.kernels import (
     MAX_TREE_NODES,
     SELECTION_CHUNK,
@@ -24,6 +25,9 @@ from paceline.kv.selection import ScoreObserver
 from paceline.tree import EMPTY, TokenTree
 from paceline.verifier.engine.job import Decode, EngineJob, Prefill
 from paceline.verifier.kv.base import SequenceKv
+
+if TYPE_CHECKING:
+    from paceline.cuda.graphs import GraphRunner
 
 # Rows of a step in which prompts and rounds share, so that rounds do not wait for long.
 _SHARED_STEP = 256
@@ -241,7 +245,7 @@ class Batch:
         plain = all(isinstance(e.job, Decode) and not len(e.tree) for e in self.entries)
         if plain and not len(self._observer):
             blocks = [QueryBlock(each.sequence, each.start + 1, None, 1) for each in self._blocks]
-            graphs.prepare(blocks, [table_row(cache) for cache in self._caches], sorted(self._taps))
+            graphs.prepare(blocks, [cache.row for cache in self._caches], sorted(self._taps))
 
     def _replay(
         self, decoder: Decoder, graphs: GraphRunner, taps: Sequence[int]
@@ -251,7 +255,7 @@ class Batch:
         layers, probed = self._observer.scratch(config.windows)
         if len(self._observer) and not probed:
             return None
-        tables = [table_row(cache) for cache in self._caches]
+        tables = [cache.row for cache in self._caches]
         result = graphs.forward(self.tokens, self._blocks, tables, taps, layers, probed)
         if result is not None:
             self._observer.publish(config.q_heads)

@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from time import perf_counter
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from paceline.decoder import Decoder, GraphRunner, device_lost, use_device
+from paceline.decoder import Decoder
+from paceline.device import Device, device_of
 from paceline.service import limits
 from paceline.service.watchdog import Watchdog
 from paceline.tree import EMPTY, MAX_NODES, TokenTree
@@ -37,6 +38,9 @@ from paceline.verifier.engine.queue import CommandThread, JobQueue, PrefixCache
 from paceline.verifier.grammar import Allowance
 from paceline.verifier.kv.base import OutOfMemory
 from paceline.verifier.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from paceline.cuda.graphs import GraphRunner
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -128,9 +132,9 @@ class Engine:
         return [(name, why.value) for name, use in uses if (why := use.unused) is not None]
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> Device:
         """Device of the model and the KV."""
-        return self._decoder.device
+        return device_of(self._decoder.device)
 
     def start(self) -> None:
         """Start the thread. Jobs notify the running event loop."""
@@ -208,7 +212,7 @@ class Engine:
     def _run(self) -> None:
         if self._threads is not None:
             torch.set_num_threads(self._threads)
-        use_device(self.device)
+        self.device.use()
         with torch.inference_mode():
             while not self._stopping:
                 self.turn()
@@ -222,7 +226,7 @@ class Engine:
         self._step()
         self._close_ended()
         self._drafting.flush(self._steps)  # first: drafters work while clients are answered
-        if self.device.type == "cpu" or not self._queue or self._hold():
+        if not self.device.runs_beside or not self._queue or self._hold():
             self._notify()  # else while the GPU computes the next step
 
     def _wait_seconds(self) -> float | None:
@@ -593,7 +597,7 @@ class Engine:
             self._thread.call_loop(partial(_notify_all, jobs))
 
     def _check_device(self) -> None:
-        lost = device_lost(self.device)
+        lost = self.device.lost()
         if lost is not None and not self._lost.done():
             _log.critical("%s: the verifier ends", lost)
             self._lost.set_exception(lost)

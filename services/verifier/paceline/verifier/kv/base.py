@@ -230,6 +230,7 @@ class SequenceKv(ABC):
     """
 
     device = torch.device("cpu")  # where the KV is
+    row = 0  # of the page tables, if the KV lies in pages
     # Addresses of all layers for compiled programs; None: KV in pages.
     table: LayerTable | None = None
     taps: TapRows | None = None  # hidden states that are kept; None: none

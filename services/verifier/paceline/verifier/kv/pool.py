@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
 
-from paceline.decoder import ACCELERATORS, wait_for
+from paceline.device import Device, DriverError
 from paceline.kernels import PagedPlane, send
-from paceline.kv.cuda import CudaDriver, DriverError, ExportedMemory, cuda_driver
 from paceline.kv.segment import HEADER_BYTES, TAP_AHEAD
 from paceline.tree import TokenTree
 from paceline.v1 import kv_pb2
@@ -26,6 +24,9 @@ from paceline.verifier.kv.base import (
     TapRows,
     round_up,
 )
+
+if TYPE_CHECKING:
+    from paceline.cuda.memory import ExportedMemory
 
 PAGE_TOKENS = RESERVED_TOKENS
 _TABLE_BYTES = 4096
@@ -46,38 +47,33 @@ class PagePool:
     def __init__(
         self,
         layout: KvLayout,
-        device: torch.device,
+        device: Device,
         *,
         kv_bytes: int,
         max_sequences: int,
         max_context: int,
-        driver: CudaDriver | None = None,
     ) -> None:
-        """Allocate whole pages of at most ``kv_bytes``.
-
-        ``driver`` allocates; None: libcuda for a GPU, PyTorch on the CPU. Raises ``OutOfMemory``:
-        the device has too little memory, or the size is less than a page.
-        """
+        """Allocate whole pages of at most ``kv_bytes``. Raises ``OutOfMemory`` if the device has
+        too little memory, or the size is less than a page."""
         self.layout = layout  # shape of the model's KV
-        self.device = device  # device of the memory
+        self.device = device.torch  # where the memory is
+        self.wait = device.wait
         self.page_bytes = PAGE_TOKENS * layout.token_bytes
         count = kv_bytes // self.page_bytes
         if count < 1:
             raise OutOfMemory(f"{kv_bytes} bytes of KV hold no page of {self.page_bytes} bytes")
-        # The exported allocation; None on the CPU, where other processes cannot map it.
-        self.exported: ExportedMemory | None = None
+        try:
+            # None on the CPU, where other processes cannot map it.
+            self.exported: ExportedMemory | None = device.export_memory(count * self.page_bytes)
+        except DriverError as error:
+            raise OutOfMemory(f"no {kv_bytes} bytes of GPU memory for KV: {error}") from error
         shape = (count, layout.layers, 2, layout.kv_heads, PAGE_TOKENS, layout.head_dim)
-        if driver is not None or device.type == "cuda":
-            try:
-                self.exported = ExportedMemory(
-                    driver or cuda_driver(), device.index or 0, count * self.page_bytes
-                )
-            except DriverError as error:
-                raise OutOfMemory(f"no {kv_bytes} bytes of GPU memory for KV: {error}") from error
-            # `[pages, layers, 2, kv_heads, PAGE_TOKENS, head_dim]`; 0 is keys, 1 values.
-            self.kv: Tensor = self.exported.bytes.view(layout.dtype).view(shape)
-        else:
-            self.kv = torch.zeros(shape, dtype=layout.dtype, device=device)
+        # `[pages, layers, 2, kv_heads, PAGE_TOKENS, head_dim]`; 0 is keys, 1 values.
+        self.kv: Tensor = (
+            torch.zeros(shape, dtype=layout.dtype, device=self.device)
+            if self.exported is None
+            else self.exported.bytes.view(layout.dtype).view(shape)
+        )
         hidden = max(1, layout.hidden)
         rows = self.page_bytes // (hidden * layout.hidden_dtype.itemsize)
         memory = self.kv.view(count, -1).view(torch.uint8).view(layout.hidden_dtype)
@@ -86,9 +82,13 @@ class PagePool:
         max_pages = (round_up(max_context) + TREE_TOKENS) // PAGE_TOKENS
         # Row 0 belongs to no sequence; all its entries are page 0.
         # Pages of each sequence, int32 `[sequences, max_pages]`.
-        self.tables = torch.zeros(max_sequences + 1, max_pages, dtype=torch.int32, device=device)
+        self.tables = torch.zeros(
+            max_sequences + 1, max_pages, dtype=torch.int32, device=self.device
+        )
         self._holders = [0] * count  # sequences that hold each page
-        self._reading = torch.Stream(device) if device.type in ACCELERATORS else None
+        # In it reads of committed positions do not wait for a running step: the GPU has written
+        # these positions before they are published as committed.
+        self.beside_steps = device.stream()
         self._free_pages = list(range(count))[::-1]
         self._free_rows = list(range(1, max_sequences + 1))[::-1]
 
@@ -136,13 +136,6 @@ class PagePool:
         none: with it the pool is a cache itself."""
         where = self.tables, row, capacity or self.tables.shape[1] * PAGE_TOKENS
         return PagedPlane(self.kv[:, index, 0], *where), PagedPlane(self.kv[:, index, 1], *where)
-
-    def beside_steps(self) -> AbstractContextManager[object]:
-        """Returns a context in which reads of committed positions do not wait for a running step.
-
-        The GPU has written these positions before they are published as committed.
-        """
-        return nullcontext() if self._reading is None else self._reading
 
     def keep_accepted(
         self, blocks: Sequence[tuple[PagedKv, int, TokenTree, int]], chosen: Tensor
@@ -237,7 +230,7 @@ class PagePool:
             torch.tensor([old, new]).permute(2, 0, 1).contiguous(), self.device
         )
         self.kv[to_pages, :, :, :, to_slots] = self.kv[from_pages, :, :, :, from_slots]
-        wait_for(self.device)
+        self.wait()
 
     def take_row(self) -> int:
         """Take a page table; returns its row. Raises ``OutOfMemory`` if none is free."""
@@ -343,7 +336,7 @@ class TapPages(TapRows):
         return [*found.view(end - begin, len(layers), -1).unbind(1)]
 
     def copy(self, layers: Sequence[int], begin: int, end: int) -> list[Tensor]:
-        with self.pool.beside_steps():
+        with self.pool.beside_steps:
             return [each.cpu() for each in self.gather(layers, begin, end)]
 
     def move(self, positions: list[int], start: int) -> None:
@@ -353,7 +346,7 @@ class TapPages(TapRows):
 
     def copy_prefix(self, source: TapRows, tokens: int, committed: int) -> None:
         super().copy_prefix(source, tokens, committed)
-        wait_for(self.pool.device)
+        self.pool.wait()
 
     def _read(self, positions: Tensor, layers: Sequence[int] | None = None) -> Tensor:
         pages, at = send(torch.stack(self.places(positions, layers)), self.pool.device)
@@ -389,14 +382,14 @@ class PagedKv(SequenceKv):
         described = None
         if taps is not None:
             described = taps.describe(table_offset=HEADER_BYTES + entries * 4)
-        self._row = pool.take_row()
+        self.row = pool.take_row()
         try:
             super().__init__(
                 pool.layout, capacity, table_bytes, taps=described, pages=pool.describe()
             )
             self._fill(HEADER_BYTES, table_bytes, capacity)
         except BaseException:
-            pool.free(self._row, [])
+            pool.free(self.row, [])
             raise
         self.device = pool.device
         self.pool = pool
@@ -405,14 +398,14 @@ class PagedKv(SequenceKv):
             self.taps = TapPages(taps, pool, self._table[entries:])
         self._pages: list[int] = []
         layers = range(pool.layout.layers)
-        self._layers = [pool.layer(index, self._row, capacity) for index in layers]
+        self._layers = [pool.layer(index, self.row, capacity) for index in layers]
 
     def layer(self, index: int) -> tuple[PagedPlane, PagedPlane]:
         return self._layers[index]
 
     def gather(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = self._layers[layer]
-        with self.pool.beside_steps():
+        with self.pool.beside_steps:
             slots = positions.to(self.device)
             return keys.gather(slots).cpu(), values.gather(slots).cpu()
 
@@ -432,7 +425,7 @@ class PagedKv(SequenceKv):
         have = len(self._pages)
         self._pages += new
         self._table[have : have + len(new)] = torch.tensor(new, dtype=torch.int32)
-        row = self.pool.tables[self._row, have : have + len(new)]
+        row = self.pool.tables[self.row, have : have + len(new)]
         row.copy_(self._table[have : have + len(new)])
         self.reserved = len(self._pages) * PAGE_TOKENS
 
@@ -448,7 +441,7 @@ class PagedKv(SequenceKv):
         if tokens % PAGE_TOKENS:
             last = tokens // PAGE_TOKENS
             self.pool.kv[self._pages[last]].copy_(self.pool.kv[source._pages[last]])
-            wait_for(self.device)
+            self.pool.wait()
 
     def compact(self, slots: list[int], start: int) -> None:
         if self.taps is not None:
@@ -467,7 +460,7 @@ class PagedKv(SequenceKv):
             return
         pages = self._pages if self.taps is None else self._pages + self.taps.pages
         super().close()
-        self.pool.free(self._row, pages)
+        self.pool.free(self.row, pages)
         self._pages = []
         self._layers = []
         self._table = torch.empty(0)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from paceline.decoder import Decoder, LocalCache
-from paceline.decoder.graphs import SHAPES
+from paceline.device import SHAPES
 from paceline.kernels import QueryBlock, plan_trees
 
 TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)  # batch tokens that are measured

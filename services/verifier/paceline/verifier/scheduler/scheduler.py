@@ -22,6 +22,7 @@ import torch
 
 from paceline.decoder import Decoder
 from paceline.decoder.remembered import cache_file, store
+from paceline.device import device_of
 from paceline.kernels import cpu_kernels, processor_name
 from paceline.service.cpus import usable_cpus
 from paceline.tree import TokenTree, accepted_tokens
@@ -497,8 +498,8 @@ def load_scheduler(
                     scheduler.load_json(learnt)
                 return scheduler
         # On a GPU a profile would run without the engine's graphs.
-        on_cpu = decoder.device.type == "cpu"
-        table = measure(decoder, max_context) if on_cpu else flat_table()
+        on_gpu = device_of(decoder.device).runs_beside
+        table = flat_table() if on_gpu else measure(decoder, max_context)
         store(file, {"table": asdict(table), "learnt": None})
     return Scheduler(table, max_nodes)
 

@@ -15,8 +15,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from paceline.drafter.growth.graphs import PassShape
-from paceline.drafter.growth.levels import HostDraft, HostPass, LevelTrees, Passes, TreeShape
+from paceline.drafter.growth.levels import (
+    HostDraft,
+    HostPass,
+    LevelTrees,
+    Passes,
+    PassShape,
+    TreeShape,
+)
 from paceline.drafter.growth.sequence import chain_blocks
 from paceline.drafter.growth.target_data import StateRows
 from paceline.drafter.kv.reader import StateSlice

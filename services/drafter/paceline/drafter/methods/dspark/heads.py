@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.convert.drafters import DRAFT_TOKENS
+from paceline.device import device_of
 from paceline.drafter.methods.dspark.config import DSparkConfig
 from paceline.drafter.methods.layers import draft_rows, linear
 from paceline.kernels import send
@@ -87,7 +88,7 @@ class DSparkHeads:
         On the CPU they are float32, the type of the kernels' logits: sums of two types are slow.
         """
         self._device = torch.device(device)
-        if self._device.type == "cpu":
+        if device_of(self._device).packs:
             dtype = torch.float32
         self._dtype = dtype
         self._rows = torch.arange(config.vocab_size)  # row of W1 by token
@@ -107,7 +108,7 @@ class DSparkHeads:
             if config.markov_all and drafted is not None:
                 self._w1 = torch.cat([self._w1[drafted.to(device)], self._w1]).detach()
             # Off the CPU it is one batched product with the logits, and small beside the LM head.
-            own = bits if self._device.type == "cpu" else 0
+            own = bits if device_of(self._device).packs else 0
             self._w2 = linear([self._markov.markov_w2.weight], own)
         self._confidence: Tensor | None = None
         if config.confidence:

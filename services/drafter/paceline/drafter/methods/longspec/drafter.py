@@ -17,13 +17,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from paceline.drafter.growth.graphs import PassShape, text_and_levels
+from paceline.device import device_of
 from paceline.drafter.growth.levels import (
     HostDraft,
     LevelTrees,
     Passes,
+    PassShape,
     TreeShape,
     level_passes,
+    text_and_levels,
     text_pass,
 )
 from paceline.drafter.growth.sequence import GrownSequence, PassPart, required
@@ -132,7 +134,7 @@ class LongSpecSequence(GrownSequence):
         super().__init__(drafter, generation, layer.config.window)
         self._drafter = drafter
         self.kv = required(generation.kv, "longspec", "KV")
-        in_place = isinstance(self.kv, StreamingReader) and layer.device.type == "cpu"
+        in_place = isinstance(self.kv, StreamingReader) and device_of(layer.device).packs
         self._default_context = 0 if in_place else DEFAULT_CONTEXT
         self.cache = WindowCache(layer, drafter.options.drafted)
         self.context: Context | None = None  # the target's KV that a round reads
@@ -236,5 +238,5 @@ class LongSpecDrafter(TargetDrafter):
         cls, folder: Path | None, options: Mapping[str, str], resources: Resources
     ) -> TargetDrafter:
         if "widths" not in options:
-            options = {**(cls.cpu_tree if resources.device == "cpu" else cls.gpu_tree), **options}
+            options = {**(cls.gpu_tree if resources.device.graphs else cls.cpu_tree), **options}
         return super().load(folder, options, resources)

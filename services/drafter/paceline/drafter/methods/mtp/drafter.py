@@ -192,17 +192,19 @@ def _names(source: ModelSource) -> Mapping[str, Any]:
 def _load(
     make: type[MtpDrafter], folder: Path | None, options: FeedbackOptions, resources: Resources
 ) -> MtpDrafter:
-    device = resources.device
+    device = resources.device.torch
     target = open_model(options.target, options.lora) if options.target else None
     source = target if folder is None else open_model(folder)
     assert source is not None
     whole = _EMBEDDING in _names(source) if source.path.is_dir() else True
-    bits = 0 if source.path.is_file() else weight_bits(options.weights, source.path, device)
+    bits = (
+        0 if source.path.is_file() else weight_bits(options.weights, source.path, resources.device)
+    )
     config = read_mtp(source, {8: "int8", 4: "int4"}.get(bits, options.weights))
     if (
         config.block is not None
         and config.block.experts
-        and is_rotated(config.block.weights, torch.device(device))
+        and is_rotated(config.block.weights, device)
     ):
         raise UnsupportedModelError(
             f"{source.path}: weights are 'int8', and routed experts have no products in 8 bits on "
@@ -240,7 +242,7 @@ def _layers(
     resources: Resources,
 ) -> MtpLayers:
     """The heads in ``source``; ``own`` is its folder if that is one of heads alone."""
-    block, device = config.block, resources.device
+    block, device = config.block, resources.device.torch
     assert block is not None
     weights = HeadTensors(source.weights(block, device), config)
     packer = Packer(block, weights, device)

@@ -1,4 +1,4 @@
-"""Products of linear layers off the CPU, with bits that do not depend on the number of rows.
+"""Products of linear layers on a GPU, with bits that do not depend on the number of rows.
 
 Libraries choose a kernel by the number of rows, and with it the order in which a product adds. Two
 things make the order one: cuBLASLt without split-K, and passes of at least 64 rows. Whether that
@@ -20,8 +20,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+import paceline.cuda
 import paceline.kernels
-from paceline.decoder.linear import Experts, Linear
+from paceline.decoder import Decoder, Linear
+from paceline.decoder.linear import Experts
+from paceline.decoder.remembered import digest_of_sources
 
 _log = logging.getLogger(__name__)
 
@@ -61,6 +64,15 @@ def use_library_without_splits(*, fixed: bool) -> None:
             setattr(torch.backends.cuda.matmul, f"allow_{name}_reduced_precision_reduction", sums)
     except (RuntimeError, TypeError, AttributeError) as error:  # another version of PyTorch
         _log.warning("products may be split by the number of their rows: %s", error)
+
+
+def fix_decoder(decoder: Decoder) -> FixedProducts:
+    """Fix the products of a decoder; returns which rules they have."""
+    matrices = decoder.matrices()
+    layers = [each for each in matrices if isinstance(each, Linear)]
+    experts = [each for each in matrices if isinstance(each, Experts)]
+    decoder.products = fix_products(layers, experts)
+    return decoder.products
 
 
 @torch.inference_mode()
@@ -132,8 +144,6 @@ def _rows_that_differ(layer: Linear) -> str:
 def describe_device(device: torch.device) -> str:
     """What the bits of a GPU's products depend on besides their rules: capability, number of
     multiprocessors, and versions of libraries."""
-    if device.type != "cuda":
-        return device.type
     found = torch.cuda.get_device_properties(device)
     parts = [
         f"sm_{found.major}{found.minor}",
@@ -150,24 +160,21 @@ def describe_device(device: torch.device) -> str:
 def describe_kernels() -> str:
     """What the bits of a GPU's steps depend on in Paceline: a digest of the sources of its kernels,
     and its version, if it is installed."""
-    parts = [f"kernels {digest_of_sources(Path(paceline.kernels.__file__).parent)[:16]}"]
+    folders = (Path(str(each.__file__)).parent for each in (paceline.cuda, paceline.kernels))
+    parts = [f"kernels {' '.join(digest_of_sources(folder)[:16] for folder in folders)}"]
     with suppress(PackageNotFoundError):
         parts.append(f"Paceline {version('paceline')}")
     return ", ".join(parts)
 
 
-def digest_of_sources(folder: Path) -> str:
-    """SHA-256 (hex) of the Python files in a folder and those below it.
-
-    Those of kernels contain all that fixes the order in which these add: borders of attention's
-    chunks, tiles of routed experts, launch options. A list of such constants would lack the next
-    one. A changed comment changes the digest too; then two verifiers do not promise equal texts,
-    although their bits are equal.
-    """
-    digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
+def why_no_integers(device: torch.device) -> str:
+    """Why PyTorch cannot multiply 8-bit integers on a GPU; empty if it can."""
+    values = torch.zeros(32, 32, dtype=torch.int8, device=device)
+    try:
+        torch._int_mm(values, values.T)
+    except RuntimeError as error:  # of the library, for this GPU
+        return str(error)
+    return ""
 
 
 def _cublas_version() -> str:

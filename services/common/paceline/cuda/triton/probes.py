@@ -11,13 +11,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from paceline.cuda.triton.jit.attention import NONE
 from paceline.kernels.attention import MAX_PROBES, GraphProbes, Probe
 from paceline.kernels.trees import TreePlan, send
-from paceline.kernels.triton.jit.attention import NONE
 
 if TYPE_CHECKING:
-    from paceline.kernels.triton.plan import PlanTables
-    from paceline.kernels.triton.tiles import Tiling
+    from paceline.cuda.triton.plan import PlanTables
+    from paceline.cuda.triton.tiles import Tiling
 
 NO_NODE = -2  # -1 is the node of rows that pad a tile
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from paceline.kernels.triton.ahead import Kernel
+from paceline.cuda.triton.ahead import Kernel
 
 RUN: tl.constexpr = tl.constexpr(64)  # neighbouring ids of a chunk
 ID_BITS: tl.constexpr = tl.constexpr(20)

@@ -13,16 +13,13 @@ import triton
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.kernels.attention import AttentionCall
-from paceline.kernels.caches import PagedPlane, Plane
-from paceline.kernels.trees import TreePlan, send
-from paceline.kernels.triton.jit.attention import LOG2E, attend_items, merge_items, record_items
-from paceline.kernels.triton.jit.rows import (
+from paceline.cuda.triton.jit.attention import LOG2E, attend_items, merge_items, record_items
+from paceline.cuda.triton.jit.rows import (
     add_norm_rows,
     gate_rows,
     rotate_rows,
 )
-from paceline.kernels.triton.jit.sampling import (
+from paceline.cuda.triton.jit.sampling import (
     ID_BITS,
     accept_or_resample,
     collect_span,
@@ -35,9 +32,12 @@ from paceline.kernels.triton.jit.sampling import (
     sum_residuals,
     weigh_spans,
 )
-from paceline.kernels.triton.plan import MASK_ALIGN, MASK_WORDS, PlanTables, RowTables, WorkTables
-from paceline.kernels.triton.probes import ProbeTable
-from paceline.kernels.triton.tiles import Tiling, little_shared_memory, part_row_bytes, programs
+from paceline.cuda.triton.plan import MASK_ALIGN, MASK_WORDS, PlanTables, RowTables, WorkTables
+from paceline.cuda.triton.probes import ProbeTable
+from paceline.cuda.triton.tiles import Tiling, little_shared_memory, part_row_bytes, programs
+from paceline.kernels.attention import AttentionCall
+from paceline.kernels.caches import PagedPlane, Plane
+from paceline.kernels.trees import TreePlan, send
 
 if TYPE_CHECKING:
     from paceline.kernels.rotated import IntSums

@@ -5,7 +5,7 @@ Tiles of keys that all rows see need no mask. The second merges the chunks of ea
 log-sum-exp. A third records softmax weights, which need the log-sum-exp, and scores of more rows
 than the first one does. Scores are in units of log 2.
 
-Tables are those of :class:`paceline.kernels.triton.tiles.Work`, where it says why a row has the
+Tables are those of :class:`paceline.cuda.triton.tiles.Work`, where it says why a row has the
 same bits in every batch. Kernels are compiled without contraction of products and sums, or loops
 with and without masks would round differently.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from paceline.kernels.triton.ahead import Kernel
+from paceline.cuda.triton.ahead import Kernel
 
 LOG2E = 1.4426950408889634
 NONE: tl.constexpr = tl.constexpr(-(1 << 62))  # in the place of a row that is not recorded
@@ -31,7 +31,7 @@ _CHUNK_MASK = tl.constexpr(4095)
 
 @triton.jit
 def _chunk_begin(chunk):
-    """See :func:`paceline.kernels.triton.tiles.chunk_begin`."""
+    """See :func:`paceline.cuda.triton.tiles.chunk_begin`."""
     far = tl.where(chunk < 32, 4096 + (chunk - 16) * 512, 12288 + (chunk - 32) * 1024)
     return tl.where(chunk < 16, chunk * 256, far)
 
@@ -276,7 +276,7 @@ def record_items(
     """Work items of one launch: what the nodes of a tile give to the prefix's part of its keys.
 
     A tile has ``NODES`` nodes with ``HEADS`` heads each, powers of two, of which some are unused;
-    ``wanted`` and ``noted`` as in :class:`paceline.kernels.triton.probes.ProbeTable`.
+    ``wanted`` and ``noted`` as in :class:`paceline.cuda.triton.probes.ProbeTable`.
     """
     first_item = tl.load(spans)
     work_end = (tl.load(spans + 1) - first_item) * kv_heads

@@ -9,9 +9,9 @@ from __future__ import annotations
 import triton
 from torch import Tensor
 
+from paceline.cuda.triton.jit.attention import NONE
+from paceline.cuda.triton.jit.gather import gather_pages, gather_rows
 from paceline.kernels.selection import SINKS
-from paceline.kernels.triton.jit.attention import NONE
-from paceline.kernels.triton.jit.gather import gather_pages, gather_rows
 
 NO_PLACE: int = NONE.value  # in the place of a row that is not gathered
 
@@ -41,7 +41,7 @@ def gather_kv(source: Tensor, records: Tensor, pages: Tensor, out: Tensor) -> No
     Args:
         source: What places are relative to, of their type.
         records: int64 ``[S, 5]``, see
-            :func:`~paceline.kernels.triton.jit.gather.gather_pages`; zeros: none of a text.
+            :func:`~paceline.cuda.triton.jit.gather.gather_pages`; zeros: none of a text.
         pages: int32 ``[S, n]``.
         out: ``[S, 2, Hkv, slots, D]``, dense.
     """

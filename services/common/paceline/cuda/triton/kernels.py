@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from paceline.cuda.triton.backend import Launch, TritonRows, accept_drafts, perturbed
+from paceline.cuda.triton.candidates import best_of_rows
+from paceline.cuda.triton.plan import PlanTables
+from paceline.cuda.triton.probes import ProbeTable
+from paceline.cuda.triton.products import multiply_by_experts, quantise_rotated, scaled_sums
 from paceline.kernels.attention import AttentionCall, record_scores
-from paceline.kernels.triton.backend import Launch, TritonRows, accept_drafts, perturbed
-from paceline.kernels.triton.candidates import best_of_rows
-from paceline.kernels.triton.plan import PlanTables
-from paceline.kernels.triton.probes import ProbeTable
-from paceline.kernels.triton.products import multiply_by_experts, quantise_rotated, scaled_sums
 
 
 class TritonKernels:
@@ -17,7 +17,7 @@ class TritonKernels:
 
     Keys and values are of one type, float16, bfloat16 or float32; queries are rounded to it. A row
     has the same bits in every batch, in a chain and in a tree (see
-    :mod:`paceline.kernels.triton.tiles`), except in trees whose paths only the device knows.
+    :mod:`paceline.cuda.triton.tiles`), except in trees whose paths only the device knows.
     """
 
     name = "triton"

@@ -23,6 +23,16 @@ import triton
 from numpy.typing import NDArray
 from torch import Tensor
 
+from paceline.cuda.triton.jit.attention import TILE_FIELDS
+from paceline.cuda.triton.jit.candidates import pack_paths
+from paceline.cuda.triton.probes import ProbeArrays, ProbeTable
+from paceline.cuda.triton.tiles import (
+    Ints,
+    Room,
+    Tiling,
+    part_row_bytes,
+    plan_work,
+)
 from paceline.kernels.attention import MAX_PROBES, ProbedBlock
 from paceline.kernels.trees import (
     MAX_TREE_NODES,
@@ -30,16 +40,6 @@ from paceline.kernels.trees import (
     QueryBlock,
     TreePlan,
     send,
-)
-from paceline.kernels.triton.jit.attention import TILE_FIELDS
-from paceline.kernels.triton.jit.candidates import pack_paths
-from paceline.kernels.triton.probes import ProbeArrays, ProbeTable
-from paceline.kernels.triton.tiles import (
-    Ints,
-    Room,
-    Tiling,
-    part_row_bytes,
-    plan_work,
 )
 
 MASK_ALIGN = 64  # masks of a block begin at a multiple of this: no tile of keys is larger
@@ -64,7 +64,7 @@ class RowTables:
 
 @dataclass(frozen=True)
 class WorkTables:
-    """:class:`~paceline.kernels.triton.tiles.Work` on the device."""
+    """:class:`~paceline.cuda.triton.tiles.Work` on the device."""
 
     spans: Tensor
     items: Tensor
@@ -423,7 +423,7 @@ class GraphPlan:
             rows: Packed rows.
             keys: Key pool ``[pages, Hkv, page_size, D]``, for its device.
             tilings: Tiling of each kind of layer; see
-                :func:`~paceline.kernels.triton.tiles.tilings_for`.
+                :func:`~paceline.cuda.triton.tiles.tilings_for`.
             longest: Largest possible position.
             probes: Whether layers record scores.
             weights: Whether they record weights, or scores of more rows than attention records.

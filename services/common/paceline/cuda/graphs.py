@@ -10,29 +10,25 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from paceline.decoder.device import device_lost
+from paceline.cuda.triton.ahead import compile_ahead
+from paceline.cuda.triton.plan import GraphPlan
+from paceline.cuda.triton.tiles import Tiling, tilings_for
 from paceline.decoder.model import Decoder, ForwardResult
+from paceline.device import SHAPES, device_of
 from paceline.kernels import GraphProbes, KVCacheView, PagedPlane, Probe, ProbedBlock, QueryBlock
-
-if TYPE_CHECKING:
-    from paceline.kernels.triton.plan import GraphPlan
-    from paceline.kernels.triton.tiles import Tiling
 
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Pass = Callable[[], ForwardResult]
 
-# Packed rows that graphs are made for. Larger batches, such as prefills, gain nothing by them.
-SHAPES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-
 # Packed rows that graphs are made for where products have fixed numbers of rows; see
-# :mod:`paceline.decoder.products`.
+# :mod:`paceline.cuda.products`.
 FIXED_SHAPES = (64, 128, 192, 256, 384, 512)
 
 
@@ -91,26 +87,19 @@ class Capturing:
         return replay
 
     def attempt(self, name: str, make: Callable[[], T]) -> T | None:
-        """Make a graph by :meth:`capture`, and count it.
+        """Make a graph by :meth:`capture`, and count it; ``name`` tells it from others in the log.
 
-        Args:
-            name: What tells it from other graphs, for the log.
-            make: Makes the graph, and what it reads and writes.
-
-        Returns:
-            What ``make`` returns; None if it fails, for whatever reason: then others have to run
-            what the graph would replay. The first failure is logged, further ones are counted.
-
-        Raises:
-            DeviceLost: The device fails every call since.
-            Exception: That of ``make``, if graphs are required.
+        Returns what ``make`` returns; None if it fails, for whatever reason: then others have to
+        run what the graph would replay. The first failure is logged, further ones are counted.
+        Raises ``DeviceLost`` if the device fails every call since, and what ``make`` raises if
+        graphs are required.
         """
         try:
             made = make()
         except Exception as error:  # of kernels, their compiler, the driver: any that there is
             if self._required:
                 raise
-            if (lost := device_lost(self._device)) is not None:
+            if (lost := device_of(self._device).lost()) is not None:
                 raise lost from error
             if not self.failed:
                 _log.warning(
@@ -135,10 +124,8 @@ class Capturing:
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         """Compile the kernels that functions launch before they are captured; see
-        :func:`~paceline.kernels.triton.ahead.compile_ahead`. On the CPU nothing is compiled."""
+        :func:`~paceline.cuda.triton.ahead.compile_ahead`. On the CPU nothing is compiled."""
         if self._device.type != "cpu":
-            from paceline.kernels.triton.ahead import compile_ahead
-
             compile_ahead(passes, progress)
 
     def release(self) -> None:
@@ -157,13 +144,8 @@ class GraphRunner:
     """
 
     def __init__(self, decoder: Decoder, planes: KVCacheView, *, required: bool = False) -> None:
-        """Make a runner without graphs.
-
-        Args:
-            decoder: The model.
-            planes: Cache of any sequence in the pool.
-            required: Whether a graph that cannot be captured is an error.
-        """
+        """Make a runner without graphs; ``planes`` are the cache of any sequence in the pool. If
+        graphs are ``required``, one that cannot be captured is an error."""
         self.shapes = SHAPES if decoder.products is None else FIXED_SHAPES
         self._decoder = decoder
         self._planes = planes
@@ -205,12 +187,9 @@ class GraphRunner:
                 many as the layers of each buffer in ``probed``.
             probed: Blocks whose scores are recorded, each once.
 
-        Returns:
-            Logits of all rows, and taps; None if no shape is large enough, its graph could not be
-            captured or has no room for so many chunks of keys, or scores are to be recorded of
-            heads whose group is larger than a tile.
-
-        Raises ``DeviceLost`` if the device fails every call since a graph was captured.
+        Returns logits of all rows, and taps; None if no shape is large enough, its graph could not
+        be captured or has no room for so many chunks of keys, or scores are to be recorded of heads
+        whose group is larger than a tile. Raises ``DeviceLost`` as :meth:`Capturing.attempt`.
         """
         rows = next((shape for shape in self.shapes if shape >= len(tokens)), None)
         tilings = self._tilings()
@@ -259,12 +238,8 @@ class GraphRunner:
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         """Compile the kernels of the graphs that :meth:`warm_up` captures, side by side: the
-        largest one has all of them.
-
-        Args:
-            others: Further functions whose kernels are compiled too.
-            progress: Called with the number of kernels compiled so far, and of all.
-        """
+        largest one has all of them; those of other functions too. ``progress`` is called with the
+        number of kernels compiled so far, and of all."""
 
         def largest() -> None:
             self._pass(self._plan(self.shapes[-1], self._tilings()), (), ())()
@@ -293,9 +268,6 @@ class GraphRunner:
 
     def _tilings(self) -> tuple[Tiling, ...]:
         """Tilings of all kinds of layers."""
-        # Imported here: only graphs need Triton.
-        from paceline.kernels.triton.tiles import tilings_for
-
         config = self._decoder.config
         return tilings_for(config.group, self._keys, config.windows)
 
@@ -322,8 +294,6 @@ class GraphRunner:
 
     def _plan(self, rows: int, tilings: tuple[Tiling, ...], **recorded: bool) -> GraphPlan:
         """The tables of a graph."""
-        from paceline.kernels.triton.plan import GraphPlan
-
         longest = self._decoder.config.max_position - 1
         return GraphPlan(rows, self._keys, tilings, longest, **recorded)
 
@@ -362,10 +332,3 @@ class _GraphObserver:
 
     def attended(self, layer: int, q: Tensor) -> None:
         """Never called."""
-
-
-def table_row(cache: KVCacheView) -> int:
-    """The row of a paged cache in the page tables."""
-    key = cache.layer(0)[0]
-    assert isinstance(key, PagedPlane), "graphs need KV in pages"
-    return key.row

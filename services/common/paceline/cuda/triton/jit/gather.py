@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from paceline.kernels.triton.ahead import Kernel
-from paceline.kernels.triton.jit.attention import NONE
+from paceline.cuda.triton.ahead import Kernel
+from paceline.cuda.triton.jit.attention import NONE
 
 
 @Kernel

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from paceline.kernels.triton.ahead import Kernel
+from paceline.cuda.triton.ahead import Kernel
 
 
 @triton.jit

@@ -14,8 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from paceline.kernels.triton.ahead import Kernel
-from paceline.kernels.triton.jit.sampling import (
+from paceline.cuda.triton.ahead import Kernel
+from paceline.cuda.triton.jit.sampling import (
     ID_BITS,
     LAST_ID,
     NONE,
@@ -38,7 +38,7 @@ def best_of_chunks(
     of the exponentials of its scores over the largest one, float32 ``[R, chunks]``.
 
     Without ``NOISE`` scores are the logits, else those of
-    :func:`~paceline.kernels.triton.jit.sampling.perturb`, whose arguments the others are.
+    :func:`~paceline.cuda.triton.jit.sampling.perturb`, whose arguments the others are.
     """
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = chunk * CHUNK + tl.arange(0, CHUNK)

@@ -6,9 +6,9 @@ import torch
 import triton
 from torch import Tensor
 
-from paceline.kernels.triton.backend import find_borders
-from paceline.kernels.triton.jit.candidates import best_of_chunks, grow_level, merge_chunks
-from paceline.kernels.triton.jit.sampling import ID_BITS
+from paceline.cuda.triton.backend import find_borders
+from paceline.cuda.triton.jit.candidates import best_of_chunks, grow_level, merge_chunks
+from paceline.cuda.triton.jit.sampling import ID_BITS
 
 LARGE_VOCAB = 1 << 16  # logits of a row from which on chunks are larger
 
@@ -27,7 +27,7 @@ def best_of_rows(
         logits: Float ``[R, V]``, rows dense.
         width: Candidates of a row, at most V.
         record: The rows' parameters of filters and noise on the device, as
-            :func:`~paceline.kernels.triton.backend.sampling_record` has them; None: scores are the
+            :func:`~paceline.cuda.triton.backend.sampling_record` has them; None: scores are the
             logits.
         ids: Token of each logit, rising, int64 ``[V]`` on the device; None: its index.
         filtered: Whether a row has a filter.

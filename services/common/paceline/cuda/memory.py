@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
+from paceline.device import DriverError, NotMappable
+
 _log = logging.getLogger(__name__)
 
 HANDLE_BYTES = 64  # size of a handle of CUDA IPC
@@ -50,10 +52,6 @@ _new_capsule = ctypes.PYFUNCTYPE(
 
 _OPENED: dict[tuple[int, bytes], _OpenAllocation] = {}
 _LOCK = Lock()
-
-
-class DriverError(Exception):
-    """A call of the driver failed."""
 
 
 @dataclass(frozen=True)
@@ -343,10 +341,6 @@ def cuda_driver() -> CudaDriver:
     return CudaDriver()
 
 
-class NotMappable(Exception):
-    """Memory of another process cannot be read on this device; the message gives the reason."""
-
-
 class ExportedMemory:
     """One allocation, exported once when it is made.
 
@@ -360,14 +354,12 @@ class ExportedMemory:
     def __init__(self, driver: CudaDriver, device: int, byte_size: int) -> None:
         """Allocate. Raises ``DriverError``: the device has too little memory."""
         self.device_uuid = driver.uuid(device)  # UUID of the device, 16 bytes
-        self.file = -1
-        """Descriptor by which other processes map it; -1: there is none, or it is closed."""
+        self.file = -1  # descriptor by which other processes map it; -1 if there is none any more
         try:
             self._allocation, self.file = driver.create(device, byte_size)
+            # A random name of 16 bytes, if there is a descriptor; else the handle of CUDA IPC, 64
+            # bytes, or nothing where the driver exports no memory, as on WSL2 and some vGPUs.
             self.handle = secrets.token_bytes(NAME_BYTES)
-            """A random name of 16 bytes, if there is a descriptor; else the handle of CUDA IPC, 64
-            bytes, or nothing where the driver exports no memory, as on WSL2 and some virtual
-            GPUs."""
         except DriverError as error:
             _log.info("KV on this GPU has no file descriptor: %s", error)
             self._allocation = driver.allocate(device, byte_size)
@@ -421,20 +413,11 @@ class MappedMemory:
         byte_size: int,
         file: int = -1,
     ) -> None:
-        """Map.
+        """Map for the device of the ordinal ``reader``, by the names of :class:`ExportedMemory`;
+        ``file`` is the memory's descriptor, which stays open, if the handle is its name.
 
-        Args:
-            driver: The GPU's driver.
-            reader: Ordinal of the device that will read it.
-            device_uuid: UUID of the device that it is on.
-            handle: See :class:`ExportedMemory`.
-            byte_offset: Start of the part. Unit: bytes.
-            byte_size: Size of the part. Unit: bytes.
-            file: Descriptor of the memory, if the handle is its name. It stays open.
-
-        Raises:
-            NotMappable: This process does not see that device, the reader has no access to it, or
-                the driver refuses the handle.
+        Raises ``NotMappable`` if this process does not see that device, the reader has no access to
+        it, or the driver refuses the handle.
         """
         expected = HANDLE_BYTES if file < 0 else NAME_BYTES
         if len(device_uuid) != UUID_BYTES or len(handle) != expected:
@@ -464,9 +447,9 @@ class MappedMemory:
                     f"the verifier described bytes {byte_offset} to {end} of an allocation of "
                     f"{allocation.byte_size}"
                 )
+            # The mapped part, uint8 `[byte_size]`, on the device that reads it: no kernel and no
+            # context of this process is on the owner's.
             self.bytes: Tensor = driver.view(reader, allocation.address + byte_offset, byte_size)
-            """The mapped part, uint8 ``[byte_size]``, on the device that reads it: no kernel and no
-            context of this process is on the owner's."""
         except DriverError as error:
             self.close()
             hint = "; processes in containers need a common PID and IPC namespace" * (file < 0)

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.cuda.triton.backend import Caches
+from paceline.cuda.triton.kernels import TritonKernels
 from paceline.kernels.attention import AttentionCall
 from paceline.kernels.caches import PagedPlane
 from paceline.kernels.trees import TreePlan, send
-from paceline.kernels.triton.backend import Caches
-from paceline.kernels.triton.kernels import TritonKernels
 
 _PAGE = 256  # pages of flash-attn have a multiple of so many slots
 _WIDTHS = range(8, 257, 8)  # of its heads

@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from paceline.kernels.triton.jit.products import (
+from paceline.cuda.triton.jit.products import (
     multiply_tiles,
     quantise_rotated_rows,
     scale_int_sums,

@@ -29,6 +29,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from paceline.cuda.triton.jit.attention import CHUNK_BITS, TILE_FIELDS
 from paceline.kernels.caches import MAX_GPU_WIDTH
 from paceline.kernels.trees import (
     MAX_TREE_NODES,
@@ -37,7 +38,6 @@ from paceline.kernels.trees import (
     LevelBlock,
     QueryBlock,
 )
-from paceline.kernels.triton.jit.attention import CHUNK_BITS, TILE_FIELDS
 
 # Where chunks of a length begin, and their length. Unit: keys. Longer chunks farther on keep the
 # partial results few; a border depends on nothing but its position.
