@@ -199,6 +199,17 @@ def test_a_stall_does_not_keep_texts_from_a_drafter() -> None:
     assert text.state.asks(0.2), "one round of a machine that stood still says little"
 
 
+def test_a_drafter_is_tried_again_after_a_disturbed_time() -> None:
+    drafter = known(Account())
+    drafter.cost, drafter.reading = 10.0, 2.0
+    for _ in range(60):
+        text = Reader(drafter, 100)
+        if any(text.step(local=0.3) for _ in range(100)):
+            return
+        text.state.end()
+    pytest.fail("it is never asked again")
+
+
 @given(st.lists(st.tuples(st.integers(0, 6), st.floats(0.1, 4.0)), min_size=1, max_size=40))
 @settings(max_examples=50, deadline=None)
 def test_no_sequence_of_rounds_makes_drafting_cost_more_than_a_few_percent(
@@ -234,9 +245,11 @@ def test_what_was_learnt_is_taken_over_by_the_next_process() -> None:
         first._clock.observe(1, 3.0, 1.0)
         first.costs.observe(1, 1, 1.0, 3.0)
     first._drafters.of("some").balance = 7.0
+    first._drafters.of("some").cost = 3.0
     second.load_json(json.loads(json.dumps(first.to_json())))
     assert second.to_json() == first.to_json()
     assert second._clock.known(1)
+    assert second._drafters.of("some").cost == 0.0, "it was that machine's at that time"
     for damaged in ([], {}, {"plain": {}, "drafters": {"x": 1}, "costs": {}}):
         with pytest.raises((TypeError, KeyError, AttributeError)):
             Scheduler(costs, 255).load_json(damaged)

@@ -43,6 +43,7 @@ _MAX = 32.0  # maximum balance: what a change for the worse can cost. Unit: plai
 _MIN, _MIN_IF_PAYING = -400.0, -1.0
 _NEWEST = 0.1  # weight of the newest round in what a round brings and costs
 _READ = 0.25  # weight of the newest text in what reading costs
+_FORGOTTEN = 0.1  # of what a drafter takes, with each text that it is not asked for
 _FEW = 32  # tokens of a text after which its own drafts tell what they gain in it
 _MARGIN = 2.0  # what drafts are expected to gain in a text that is read, over the time for that
 _NAMES = 64  # drafter names that are remembered; clients choose names
@@ -202,7 +203,11 @@ class SequenceState:
             self._share = max(_LEAST_IF_PAYING, self._share / 2)
 
     def end(self) -> None:
-        self._drafter.emitted += _READ * (self._emitted - self._drafter.emitted)
+        drafter = self._drafter
+        drafter.emitted += _READ * (self._emitted - drafter.emitted)
+        if not self._opened:  # what is not measured again may have been a disturbed machine's
+            drafter.cost *= 1 - _FORGOTTEN
+            drafter.reading *= 1 - _FORGOTTEN
 
     def _read(self, lost: float) -> None:
         """A step beside which the drafter read took longer by so many plain tokens. One may have
@@ -321,7 +326,12 @@ class Drafters:
         return account
 
     def to_json(self) -> dict[str, Any]:
-        return {name: asdict(each) for name, each in self._named.items()}
+        """What another process may begin with: what drafts take is measured by each process."""
+        measured = ("tokens", "cost", "reading")
+        return {
+            name: {field: value for field, value in asdict(each).items() if field not in measured}
+            for name, each in self._named.items()
+        }
 
     def load_json(self, stored: dict[str, Any]) -> None:
         """Take over those of an earlier process."""

@@ -49,7 +49,7 @@ _PROMPT_WEIGHT = 0.25  # of the newest step with pieces of prompts: they last fo
 MIN_PROMPT = 16  # tokens of prompts that a step takes beside any rounds
 
 _AHEAD = 32  # nodes up to which the cheapest ones are sought before trees are made
-_FORMAT = 8  # of the file, and of what is measured
+_FORMAT = 9  # of the file, and of what is measured
 _TOO_SLOW = 0.75  # learnt scale of a table below which it was measured beside other processes
 
 
