@@ -13,7 +13,7 @@ async def world(short_folder: Path) -> AsyncIterator[World]:
         yield world
 
 
-QUICK = RetryOptions(budget=60, first_delay=0.005, longest_delay=0.05)
+QUICK = RetryOptions(budget=60, first_delay=0.005, max_delay=0.05)
 """Quick retries, of which there may be many."""
 
 

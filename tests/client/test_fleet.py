@@ -15,7 +15,7 @@ from paceline.v1 import verifier_pb2_grpc
 
 PROMPT = [104, 105, 106]
 SEED = 5
-QUICK = RetryOptions(budget=60, first_delay=0.005, longest_delay=0.05)
+QUICK = RetryOptions(budget=60, first_delay=0.005, max_delay=0.05)
 
 
 class Site:
@@ -55,7 +55,7 @@ def client_of(site: Site, *indices: int, budget: float = 60) -> Client:
     return Client(
         site.addresses(*indices),
         cache_dir=None,
-        retry=RetryOptions(budget=budget, first_delay=0.005, longest_delay=0.05),
+        retry=RetryOptions(budget=budget, first_delay=0.005, max_delay=0.05),
         unread_chunks=2,
     )
 

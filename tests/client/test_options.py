@@ -170,6 +170,6 @@ def test_options_are_checked_when_created() -> None:
     with pytest.raises(InvalidRequestError, match="budget"):
         RetryOptions(budget=-1)
     with pytest.raises(InvalidRequestError, match="first_delay"):
-        RetryOptions(first_delay=3, longest_delay=2)
+        RetryOptions(first_delay=3, max_delay=2)
     with pytest.raises(InvalidRequestError, match="timeout"):
         DraftOptions(timeout=0)

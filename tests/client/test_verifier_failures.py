@@ -29,7 +29,7 @@ from paceline.client._errors import from_rpc_error, rpc_errors
 PROMPT = [104, 105, 106]
 SEED = 5
 QUICK = RetryOptions(budget=0.2, first_delay=0.01)
-FAST = RetryOptions(budget=60, first_delay=0.001, longest_delay=0.001)
+FAST = RetryOptions(budget=60, first_delay=0.001, max_delay=0.001)
 
 
 STEP_FAILED = status(grpc.StatusCode.INTERNAL, "STEP_FAILED", "a bug there")
@@ -151,7 +151,7 @@ async def test_another_model_after_a_restart_is_an_error(world: World, client: C
 
 
 # The first delay is within it, the sum of two never.
-ONE_DELAY = RetryOptions(budget=0.005, first_delay=0.005, longest_delay=1.0)
+ONE_DELAY = RetryOptions(budget=0.005, first_delay=0.005, max_delay=1.0)
 
 
 async def test_constant_failures_exhaust_the_retry_budget(world: World) -> None:

@@ -18,7 +18,7 @@ from paceline.tree import TokenTree
 from paceline.v1 import sampling_pb2, verifier_pb2
 from paceline.verifier import store as store_module
 from paceline.verifier.engine.drafted import rank
-from paceline.verifier.scheduler.scheduler import admit, least_survival
+from paceline.verifier.scheduler.scheduler import admit, min_survival
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 PROMPT = [3, 1, 4, 1, 5]
@@ -200,10 +200,10 @@ def test_no_choice_of_trees_does_better(
 
 
 @given(several, curves, st.floats(0, 2))
-def test_nodes_below_the_least_survival_are_never_admitted(
+def test_nodes_below_the_min_survival_are_never_admitted(
     drafted: list[TokenTree], costs: Costs, idle: float
 ) -> None:
-    least = least_survival(len(drafted), costs.of(len(drafted), idle)[:13])  # 3 trees of 4 nodes
+    least = min_survival(len(drafted), costs.of(len(drafted), idle)[:13])  # 3 trees of 4 nodes
     likely = [[each for each in tree.survivals if each >= least] for tree in drafted]
     unlikely = [[each for each in tree.survivals if each < least] for tree in drafted]
     assert not any(admitted(unlikely, costs, idle))
@@ -211,10 +211,10 @@ def test_nodes_below_the_least_survival_are_never_admitted(
         assert not any(admitted([tree.survivals for tree in drafted], costs, idle))
 
 
-def test_nodes_as_likely_as_the_least_survival_gain_what_they_cost() -> None:
+def test_nodes_as_likely_as_the_min_survival_gain_what_they_cost() -> None:
     """A step for 4 sequences takes 10 ms, 12 with one node and 13 with two or three."""
     seconds = [0.010, 0.012, 0.013, 0.013, 0.020]
-    assert least_survival(4, seconds) == pytest.approx(4 * 0.1)
+    assert min_survival(4, seconds) == pytest.approx(4 * 0.1)
     assert admit([[0.41] * 3, [], [], []], 4, seconds) == [3, 0, 0, 0]
     assert admit([[0.39] * 4, [], [], []], 4, seconds) == [0, 0, 0, 0]
 

@@ -60,7 +60,7 @@ class Attempts:
         if self._announce and now == self._since and isinstance(error, UnavailableError):
             left = f" for up to {self._options.budget:g} s" if not within_deadline else ""
             logger.warning("%s; trying again%s", error, left)
-        self._delay = min(2 * self._delay, self._options.longest_delay)
+        self._delay = min(2 * self._delay, self._options.max_delay)
         await asyncio.sleep(delay)
 
     def succeeded(self) -> None:
@@ -198,8 +198,8 @@ class Verifier:
     def failed(self, error: PacelineError) -> None:
         """Records a failure: it gets no new generation until it answers again."""
         self.error = error
-        max_delay = min(self._retry.first_delay * 2**self._failures, self._retry.longest_delay)
-        self._retry_at = monotonic() + max_delay * random.uniform(0.5, 1.0)
+        delay = min(self._retry.first_delay * 2**self._failures, self._retry.max_delay)
+        self._retry_at = monotonic() + delay * random.uniform(0.5, 1.0)
         self._failures = min(self._failures + 1, 16)
 
     def lost_cache(self) -> None:

@@ -102,16 +102,16 @@ class RetryOptions(Checked):
     """Longest time without progress before the error is raised. Unit: seconds."""
     first_delay: float = 0.05
     """Delay before the second attempt; doubles with each attempt. Unit: seconds."""
-    longest_delay: float = 2.0
+    max_delay: float = 2.0
     """Longest delay between two attempts. Unit: seconds."""
 
     def __post_init__(self) -> None:
         seconds = "a finite number of seconds > 0"
         with invalid_requests():
             self._take("budget", float, "a number of seconds >= 0", lambda x: x >= 0)
-            self._take("longest_delay", float, seconds, lambda x: 0 < x < math.inf)
-            upper = f"{seconds} and <= longest_delay"
-            self._take("first_delay", float, upper, lambda x: 0 < x <= self.longest_delay)
+            self._take("max_delay", float, seconds, lambda x: 0 < x < math.inf)
+            upper = f"{seconds} and <= max_delay"
+            self._take("first_delay", float, upper, lambda x: 0 < x <= self.max_delay)
 
 
 @dataclass(frozen=True)

@@ -444,7 +444,7 @@ class Engine:
         if self._scheduler is not None and not job.always_draft:
             if not self._scheduler.measured:
                 return
-            least = self._scheduler.least_survival()
+            least = self._scheduler.min_survival()
         nodes = min(self._node_budget, job.max_nodes or self._node_budget)
         depth = job.text.room - 1
         tree = self._with_sources(job, lambda local: local.propose(nodes, depth, least)) or EMPTY

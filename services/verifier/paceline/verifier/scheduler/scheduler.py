@@ -308,12 +308,12 @@ class Scheduler:
         """Whether plain decoding was measured under the present load, which comes first."""
         return self._clock.known(self._load)
 
-    def least_survival(self) -> float:
-        """See :func:`least_survival`, for the next step under the present load."""
+    def min_survival(self) -> float:
+        """See :func:`min_survival`, for the next step under the present load."""
         if self._least is None:
             load = self._load
             times = self.costs.seconds(load, load, self._context, _AHEAD)
-            self._least = least_survival(load, [self._idle + each for each in times])
+            self._least = min_survival(load, [self._idle + each for each in times])
         return self._least
 
     def budget(self, job: DraftedText) -> int:
@@ -438,7 +438,7 @@ def admit(
     return counts
 
 
-def least_survival(emitted: int, seconds: Sequence[float]) -> float:
+def min_survival(emitted: int, seconds: Sequence[float]) -> float:
     """Survival below which no node is worth its time, whatever others are drafted like it.
 
     Nodes as likely as this gain what they cost where a node costs least. So :func:`admit` takes
