@@ -257,7 +257,7 @@ def test_weights_in_8_bits_are_rounded_on_the_device(dtype: torch.dtype) -> None
 def test_drafters_keep_their_type_unless_it_is_told(
     weights: str, device: str, bits: int, folders: dict[str, Path]
 ) -> None:
-    assert weight_bits(weights, folders["longspec"], device) == bits
+    assert weight_bits(weights, folders["longspec"], device_of(device)) == bits
 
 
 @pytest.mark.parametrize("sampling", ["T=1", "filtered"])
