@@ -271,6 +271,10 @@ def test_a_model_of_a_hub_is_fetched_without_programs_and_pickles(
     assert name_of(file) == "org/name/q/model.gguf"
     for name in ("org/name", "org/name/q/model.gguf"):
         assert hub(name, "http://127.0.0.1:1").returncode == 0, "what is here is taken"
+    assert hub("org/files:q/model.gguf").returncode == 0
+    said = hub("org/files", "http://127.0.0.1:1").stderr
+    assert said.endswith("name a file, one of org/files:q/model.gguf\n")
+    assert "Traceback" not in said
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,8 @@ from paceline.client import user_cache_dir
 from paceline.service.files import user_path
 
 _HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?:[/:](.+\.gguf))?", re.ASCII)
-
+# Files of a model on a hub that a service may read: no program, and no weights in pickles.
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-"""Files of a model on a hub that a service may read: no program, and no weights in pickles."""
 
 
 @dataclass(frozen=True)
@@ -76,13 +75,11 @@ def hub_folder() -> Path:
 
 
 def hub_model(text: str) -> Path:
-    """Path of a model of the Hugging Face hub, or of that at HF_ENDPOINT, by its id, as of
-    `is_hub_id`. HF_TOKEN is the hub's token.
+    """Path of a model of the Hugging Face hub, or of that at HF_ENDPOINT; HF_TOKEN is its token.
 
     What is not here, or is older than the hub's, is downloaded, with the progress on stderr. If the
-    hub cannot be reached, what is here is taken. Raises OSError if it is not here, and no hub can
-    be reached, or the hub does not give it.
-    """
+    hub cannot be reached, what is here is taken. Raises OSError if nothing is here and the hub does
+    not give it, or if it is no folder of a model."""
     from huggingface_hub import hf_hub_download, list_repo_files, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -94,17 +91,20 @@ def hub_model(text: str) -> Path:
     try:
         if file is not None:
             return Path(hf_hub_download(repository, file, local_dir=here))
-        snapshot = snapshot_download(repository, allow_patterns=_HUB_FILES, local_dir=here)
-        if (Path(snapshot) / "config.json").is_file():
-            return Path(snapshot)
-        files = [name for name in list_repo_files(repository) if name.endswith(".gguf")]
+        snapshot_download(repository, allow_patterns=_HUB_FILES, local_dir=here)
+        if (here / "config.json").is_file():
+            return here
     except (LocalEntryNotFoundError, HfHubHTTPError) as error:
         if file is not None and (here / file).is_file():
             return here / file
         reason = str(error).strip().partition("\n")[0].removeprefix("Got: ")
         raise OSError(f"{text} is not here, and {hub} does not give it: {reason}") from error
-    named = f"; name a file, one of {', '.join(f'{text}:{each}' for each in files)}" * bool(files)
-    raise OSError(f"{text} has no config.json{named}")
+    try:
+        files = [f"{text}:{name}" for name in list_repo_files(repository) if name.endswith(".gguf")]
+    except Exception:  # of the library's transport: the hub is not reached
+        files = [f"{text}:{file.relative_to(here)}" for file in sorted(here.rglob("*.gguf"))]
+    hint = f"; name a file, one of {', '.join(files)}" if files else ""
+    raise OSError(f"{text} has no config.json{hint}")
 
 
 def model_path(text: str) -> Path:
