@@ -241,19 +241,14 @@ def test_a_child_that_takes_too_much_is_ended() -> None:
         run_in_child(fail, "it", seconds=60, memory=1 << 30)
 
 
-def say_what_is_there(say: Progress) -> str | None:
-    logging.getLogger("paceline").warning("said by %s", "a child")
-    say(1, 2)
-    take_the_lock()  # a fork of the caller would wait for it for ever
-    return os.environ.get("PACELINE_SAID")
-
-
 _held = Lock()
 
 
-def take_the_lock() -> None:
-    with _held:
-        pass
+def say_what_is_there(say: Progress) -> str | None:
+    logging.getLogger("paceline").warning("said by %s", "a child")
+    say(1, 2)
+    with _held:  # a fork of the caller would wait for it for ever
+        return os.environ.get("PACELINE_SAID")
 
 
 def test_a_child_has_no_locks_of_its_caller_but_its_environment_and_logs(

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from paceline.cli.fetch import FetchError, fetch
 from paceline.cli.main import main
-from paceline.client import Client, DraftOptions, GenerationResult, RetryOptions
+from paceline.client import Client, GenerationResult, RetryOptions
 from paceline.convert import load_decoder
 from paceline.harness import ServiceProcess, local_services
 from paceline.harness.models import MODELS, NamedModel
@@ -126,9 +126,8 @@ async def test_a_text_goes_on(
     async with Client(address) as client:
         ids = (await client.model()).tokens(PROMPTS[1])
         expected = await generate_and(client, ids, "none", TOKENS)
-    drafting = DraftOptions(timeout=60, adaptive=False)
     retry = RetryOptions(budget=300)
-    async with Client(address, drafting=drafting, retry=retry, unread_chunks=2) as client:
+    async with Client(address, drafting=EAGER, retry=retry, unread_chunks=2) as client:
         found = await generate_and(client, ids, "lm", TOKENS, lambda: act(services))
     assert found.token_ids == expected.token_ids
 

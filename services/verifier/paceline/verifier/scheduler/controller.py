@@ -139,6 +139,7 @@ class SequenceState:
         as it is.
         """
         own = self.own
+        # Where drafts bring less than they take, the balance allows attempts without a local tree.
         if max(own.tokens, own.cost) - local < own.cost * (1.0 + local):
             return False
         if not self._opened:
@@ -327,11 +328,9 @@ class Drafters:
 
     def to_json(self) -> dict[str, Any]:
         """What another process may begin with: what drafts take is measured by each process."""
-        measured = ("tokens", "cost", "reading")
-        return {
-            name: {field: value for field, value in asdict(each).items() if field not in measured}
-            for name, each in self._named.items()
-        }
+        kept = ("balance", "exponent", "nodes", "emitted")
+        named = self._named.items()
+        return {name: {field: getattr(each, field) for field in kept} for name, each in named}
 
     def load_json(self, stored: dict[str, Any]) -> None:
         """Take over those of an earlier process."""
