@@ -4,7 +4,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
-from multiprocessing import get_context
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -32,9 +32,7 @@ def pytest_collection_finish() -> None:
     """Children that pack tiny models are forks of one process that has imported all modules.
     What only GPUs have, such as KV in pages, runs by the reference kernels on the CPU."""
     if sandbox := sys.modules.get("paceline.convert.sandbox"):
-        preloaded = ["paceline.convert.store", "transformers.models.llama.configuration_llama"]
         sandbox.START_METHOD = "forkserver"
-        get_context("forkserver").set_forkserver_preload(preloaded)
     if "paceline.kernels" in sys.modules:
         from paceline.bench import reference
 
@@ -47,8 +45,11 @@ def pytest_configure(config: pytest.Config) -> None:
     Those that tests start need none, and have not enough memory for one: compilers, and readers of
     tokenizers.
     """
+    preloaded = ["paceline.convert.store", "transformers.models.llama.configuration_llama"]
+    forkserver.set_forkserver_preload(preloaded)
     runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
     if os.environ.get("PACELINE_SANITIZE") and runs_tests:
+        forkserver.ensure_running()  # its forks load kernels, within less memory than a runtime's
         os.environ.pop("LD_PRELOAD", None)
 
 
