@@ -51,14 +51,18 @@ real: setup
 	PYTHONPATH=tests:tests/system $(BIN)/python -m pytest -m real -rs tests/real
 
 # The decoder, and tests of equal tokens, as on processors with fewer instructions than this one.
-# Kernels by themselves are tested at every level by the other tests.
+# Kernels by themselves are tested at every level by the other tests; what is read from files, and
+# tokenizers, depend on no level.
+LEVEL_TESTS := $(addprefix tests/decoder/test_,$(addsuffix .py,block_folders cache experts gguf \
+	invariance logits lora packed portable products program rotated)) \
+	tests/drafter/test_model_methods.py tests/drafter/test_lm_budget.py \
+	tests/verifier/test_engine.py tests/verifier/test_identity.py
 LEVELS = $(shell $(BIN)/python -c "from paceline.kernels import _compile; \
 	print(*_compile.levels_here()[1:])")
 levels: setup
 	set -e; for level in $(LEVELS); do \
 	    PACELINE_CPU_LEVEL=$$level $(BIN)/python -m pytest --numprocesses 2 --dist loadfile \
-	        tests/decoder tests/drafter/test_model_methods.py tests/drafter/test_lm_budget.py \
-	        tests/verifier/test_engine.py tests/verifier/test_identity.py; \
+	        $(LEVEL_TESTS); \
 	done
 
 # The compiled kernels with gcc's sanitizers and with the checks of native/check.h, which no release
