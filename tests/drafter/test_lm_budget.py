@@ -11,10 +11,12 @@ import torch
 from gguf_files import write_gguf
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
 
 from paceline.drafter.growth.observed import TopChunks
 from paceline.drafter.methods.base import Budget, Fit, LoadError, Update
-from paceline.drafter.methods.lm import LmDrafter, LmSequence
+from paceline.drafter.methods.lm import OBSERVED, LmDrafter, LmSequence
+from paceline.kernels import SINKS
 
 from .models import VOCAB, change_config, greedy, load, start, text_of, write_model, write_tokenizer
 
@@ -58,32 +60,45 @@ def test_a_chain_is_the_sparse_models_own_text(model: Path, policy: str) -> None
         assert sequence.cached == cached, "the KV of accepted nodes is kept"
 
 
+def by_definition(model: Path, prompt: list[int], policy: str, budget: int) -> list[int]:
+    """What a budget keeps of a prompt (BudgetDraft, section 3.4)."""
+    count = len(prompt)
+    if policy == "streaming":
+        return [*range(SINKS), *range(count - budget + SINKS, count)]
+    dense = AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.float32, attn_implementation="eager"
+    )
+    layers = dense(torch.tensor([prompt]), output_attentions=True).attentions
+    weights = sum(layer[0, :, -OBSERVED:].sum((0, 1)) for layer in layers)
+    whole, rest = count // 8, count % 8
+    best = weights[: 8 * whole].view(whole, 8).sum(1).topk((budget - rest) // 8).indices
+    return [
+        *(8 * chunk + at for chunk in sorted(best.tolist()) for at in range(8)),
+        *range(8 * whole, count),
+    ]
+
+
 @pytest.mark.parametrize("policy", ["streaming", "chunk_topk"])
-def test_what_the_budget_leaves_out_is_dropped(model: Path, policy: str) -> None:
-    """Rounds draft the sparse model's own text, and memory does not grow with the text."""
+@pytest.mark.parametrize("read", [600, 0, 570], ids=["read before", "read by the round", "in part"])
+def test_a_prompt_is_sparsified_once_and_what_follows_is_appended(
+    model: Path, policy: str, read: int
+) -> None:
+    """BudgetDraft, algorithm 2: rounds draft the sparse model's own text, at real positions."""
     options = {"context": "24", "kv_policy": policy, "widths": "1,1,1", "min_survival": "0"}
-    drafter = load("lm", model, keep="budget", **options)
-    sequence = warmed(drafter, text_of(600, 4))
-    assert sequence.slots >= 600, "the prompt is read densely"
-    seen: list[tuple[int, list[int]]] = []
-    held = set(range(600))
-    for kept in (2, 0, 1, 2):
-        begin = sequence.cached
+    drafter, text = load("lm", model, keep="budget", **options), text_of(600, 4)
+    sequence = start(drafter, text)
+    sequence.warm(read)
+    kept = by_definition(model, text[:-1], policy, 24)
+    for accepted in (2, 0, 1, 3):
         tree = sequence.draft(Budget(3, 3))
-        chosen = sequence.positions(begin).tolist()
-        assert chosen == sorted(chosen)
-        assert 16 < len(chosen) <= 24
-        assert chosen[-1] == begin - 1
-        assert held >= set(chosen), "nothing that was dropped"
-        assert drafter.kv_slots == sequence.slots == 256
-        seen.append((begin, chosen))
-        assert list(tree.tokens) == greedy(model, sequence.tokens, seen, 3)
-        held = {*chosen, *range(begin, begin + 8)}
-        other = (tree.tokens[kept] + 1) % VOCAB
-        sequence.extend(Update([*tree.tokens[:kept], other, 7]))
-    for _ in range(70):
+        assert sequence.selected.tolist() == kept
+        assert list(tree.tokens) == greedy(model, sequence.tokens, [(599, kept)], 3)
+        other = (tree.tokens[min(accepted, 2)] + 1) % VOCAB
+        sequence.extend(Update([*tree.tokens[:accepted], other, 7]))
+    for count in range(1, 70):
         sequence.extend(Update([*sequence.draft(Budget(3, 3)).tokens, 7]))
-        assert drafter.kv_slots == sequence.slots == 256
+        held = len(kept) + len(sequence.tokens) - 600
+        assert drafter.kv_slots == sequence.slots <= max(256, 1.5 * held + 256), count
     sequence.close()
     assert drafter.kv_slots == 0
 
@@ -99,20 +114,22 @@ def test_a_budget_that_covers_the_text_changes_nothing(model: Path) -> None:
     weights=st.lists(st.floats(0, 10, width=32), min_size=17, max_size=70),
     newer=st.integers(0, 20),
     budget=st.integers(5, 80),
+    share=st.sampled_from([0, 4]),
 )
 def test_chunks_with_the_most_attention_are_selected(
-    weights: list[float], newer: int, budget: int
+    weights: list[float], newer: int, budget: int, share: int
 ) -> None:
     scores, length = TopChunks(), len(weights) + newer
     positions = torch.arange(len(weights))
     scores.add(positions, torch.tensor(weights) / 2)
     scores.add(positions, torch.tensor(weights) / 2)
-    chosen = scores.select(length, budget).tolist()
+    newest = budget // share if share else 0
+    chosen = scores.select(length, budget, newest).tolist()
     assert chosen == sorted(set(chosen))
     assert len(chosen) <= budget
     assert chosen[-1] == length - 1
-    assert length <= budget or set(range(length - budget // 4, length)) <= set(chosen)
-    scored = min(len(weights), length - budget // 4) // 8 * 8
+    assert length <= budget or set(range(length - newest, length)) <= set(chosen)
+    scored = min(len(weights), length - newest) // 8 * 8
     chunks = [sum(weights[i : i + 8]) for i in range(0, scored, 8)]
     old = [position for position in chosen if position < 8 * len(chunks)]
     if length > budget and length - 8 * len(chunks) + 8 <= budget:

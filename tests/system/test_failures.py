@@ -24,7 +24,7 @@ SELFSPEC = {
     "mapped": "kv=map",
     "chosen": "kv=map,kv_policy=verified",
     "followed": "kv=follow,kv_policy=chunk_topk",
-    "pages": "kv=follow,kv_policy=quest",
+    "pages": "kv=follow,kv_policy=verified_pages",
 }  # self-speculation with each source of KV
 DRAFTERS = ("lm", *SELFSPEC)
 

@@ -38,11 +38,11 @@ METHODS = {
     "mtp": "mtp:{head},target={target}",
     "selfspec-mapped": "selfspec:{target},context=48,kv=map",
     "selfspec-chosen": "selfspec:{target},context=48,kv=map,kv_policy=verified",
-    "selfspec-pages": "selfspec:{target},context=48,kv=map,kv_policy=quest,widths=2,1",
+    "selfspec-pages": "selfspec:{target},context=48,kv=map,kv_policy=verified_pages,widths=2,1",
     "selfspec-streaming": "selfspec:{target},context=48,kv=follow,kv_policy=streaming",
     "selfspec-verified": "selfspec:{target},context=48,kv=follow,kv_policy=verified",
     "selfspec-chunk": "selfspec:{target},context=48,kv=follow,kv_policy=chunk_topk",
-    "selfspec-quest": "selfspec:{target},context=48,kv=follow,kv_policy=quest",
+    "selfspec-verified-pages": "selfspec:{target},context=48,kv=follow,kv_policy=verified_pages",
 }
 SHAPES = (
     "longspec",
@@ -51,7 +51,7 @@ SHAPES = (
     "eagle3",
     "mtp",
     "selfspec-mapped",
-    "selfspec-quest",
+    "selfspec-verified-pages",
 )  # methods that are tested with every family's shapes
 SAMPLED = {
     "temperature": 0.7,

@@ -75,7 +75,7 @@ async def test_same_tokens(
             assert fork.first.tokens == alone.first.tokens
 
 
-@pytest.mark.parametrize("policy", ["verified", "chunk_topk", "quest"])
+@pytest.mark.parametrize("policy", ["verified", "chunk_topk", "verified_pages"])
 async def test_followed_is_what_was_written(folder: Path, tmp_path: Path, policy: str) -> None:
     options: dict[str, Any] = {"kv_bytes": 1 << 24, "max_sequences": 8}
     with another_device():

@@ -30,7 +30,7 @@ def make_pool(pages: int, sequences: int = 2, hidden: int = 0) -> PagePool:
     return PagePool(layout, CPU, kv_bytes=size, max_sequences=sequences, max_context=1024)
 
 
-@pytest.mark.parametrize("policy", ["streaming", "verified", "chunk_topk", "quest"])
+@pytest.mark.parametrize("policy", ["streaming", "verified", "chunk_topk", "verified_pages"])
 async def test_followed_is_what_was_written(models: Any, tmp_path: Path, policy: str) -> None:
     options: dict[str, Any] = {"kv_bytes": 1 << 24, "paged_kv": True}
     async with serving(models["Llama"], tmp_path / "p.sock", **options) as client:

@@ -24,8 +24,8 @@ from paceline.verifier.engine.batch import BatchObserver
 from paceline.verifier.kv.base import KvLayout
 from paceline.verifier.kv.segment import Segment, SegmentMemory
 
-POLICIES = ("verified", "chunk_topk", "quest", "last_token")
-ROWS = (*POLICIES, "verified_weights", "verified_all", "verified_all_weights")
+POLICIES = ("verified", "chunk_topk", "verified_pages", "verified_last_weights")
+SCORED = (*POLICIES, "verified_weights", "verified_all", "verified_all_weights", "verified_last")
 
 
 class Seen:
@@ -49,7 +49,7 @@ def observer_of(policy: str, segment: Segment, layers: tuple[int, ...] = (0, 1))
     return observer
 
 
-@pytest.mark.parametrize("policy", ROWS)
+@pytest.mark.parametrize("policy", SCORED)
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "bf16", "int8 KV"])
 def test_scores_are_right_and_observers_change_nothing(
     models: dict[str, Path], family: str, policy: str
@@ -100,7 +100,7 @@ def test_scores_are_right_and_observers_change_nothing(
                 nodes = sorted({0, deepest})
                 if "all" in policy:
                     nodes = [*range(block.length)]
-                elif policy == "last_token":
+                elif "last" in policy:
                     nodes = [min(1 + grown, block.length - 1)]
                 observer.accepted(nodes[-1])
                 found = observer.scores
@@ -127,7 +127,7 @@ def _scores(
     keys = from_rows(cache.layer(layer)[0][:, : block.stop]).double().repeat_interleave(group, 0)
     scores = torch.einsum("rhd,hpd->rhp", heads, keys) * config.head_dim**-0.5
     prefix = block.start
-    if policy == "quest":
+    if policy == "verified_pages":
         pages = keys[:, : prefix // PAGE * PAGE].unflatten(1, (-1, PAGE))
         low, high = pages.aminmax(dim=2)
         bound = torch.maximum(heads.unsqueeze(2) * low, heads.unsqueeze(2) * high).sum(-1)
@@ -138,7 +138,7 @@ def _scores(
         at = prefix + block.depths[node]
         if window is not None:
             scores[row, :, : max(0, at - window + 1)] = -torch.inf
-    if policy in ("verified", "verified_all"):
+    if not policy.endswith(("_weights", "chunk_topk")):
         return scores[..., :prefix].mean((0, 1))
     mean = scores.softmax(-1)[..., :prefix].mean((0, 1))
     if policy != "chunk_topk":
@@ -289,7 +289,7 @@ async def test_scores_begin_with_the_prompt(
         cache = client.service.store.find_granted(created.read_grant)
         [(_, chosen)] = cache.policies.items()
         chunk = chosen.observer.chunk
-        if policy != "last_token":  # which row that is, a round tells
+        if "last" not in policy:  # which row that is, a round tells
             assert chosen.observer.scores.shape == (2, (len(prompt) - SELECTION_CHUNK) // chunk)
         exchange, kv = await following(client, created, budget=64, kv_policy=policy)
         await caught_up(kv, len(prompt))

@@ -24,9 +24,10 @@ STREAMING = "streaming"
 """The default. Its positions follow from the length alone, so a drafter that maps a cache computes
 them without the verifier."""
 
+_ROWS = ("", "_all", "_last")  # rows of a verification, whose logits or weights are the scores
 _SCORED = (
-    "chunk_topk", "verified", "verified_weights", "verified_all", "verified_all_weights",
-    "last_token", "quest",
+    "chunk_topk", "verified_pages",
+    *(f"verified{rows}{scores}" for rows in _ROWS for scores in ("", "_weights")),
 )  # fmt: skip
 _BUILT_IN = {
     STREAMING: "paceline.kv.selection:Streaming",

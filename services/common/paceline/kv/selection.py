@@ -27,7 +27,7 @@ from paceline.kernels import (
     streaming,
 )
 
-PAGE = 16  # positions per page (Quest)
+PAGE = 16  # positions per page, as in Quest
 _SCRATCH_STEP = 4096  # Scratch buffers grow in steps of this. Unit: positions.
 
 
@@ -300,7 +300,8 @@ def verified(
 verified_weights = partial(verified, weights=True)
 verified_all = partial(verified, rows=Rows.ALL)
 verified_all_weights = partial(verified, rows=Rows.ALL, weights=True)
-last_token = partial(verified, rows=Rows.LAST, weights=True)
+verified_last = partial(verified, rows=Rows.LAST)
+verified_last_weights = partial(verified, rows=Rows.LAST, weights=True)
 
 
 def chunk_topk(cache: ObservedCache, layers: Sequence[int]) -> SelectionPolicy:
@@ -308,6 +309,6 @@ def chunk_topk(cache: ObservedCache, layers: Sequence[int]) -> SelectionPolicy:
     return TopScores(cache, AttentionScores(cache, layers, cumulative=True))
 
 
-def quest(cache: ObservedCache, layers: Sequence[int]) -> SelectionPolicy:
-    """Pages of 16 by upper bounds on the scores of two rows of the newest round (Quest)."""
+def verified_pages(cache: ObservedCache, layers: Sequence[int]) -> SelectionPolicy:
+    """Pages of 16 by Quest's bounds on the scores of two rows; Quest has its own for each token."""
     return TopScores(cache, PageScores(cache, layers))

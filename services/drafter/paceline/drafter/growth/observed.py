@@ -15,11 +15,9 @@ from paceline.kernels.caches import span
 class TopChunks:
     """The chunks of 8 with the most cumulative attention, and all newer positions.
 
-    See BudgetDraft, section 3.4. At least a quarter of the budget goes to the newest positions,
-    because cumulative scores say little of positions that few rounds have attended to. Passes over
-    the prompt attend to all of it, and the scores of their newest rows are the first ones. Rounds
-    attend to selected positions only and add to the scores of those: a chunk that is never selected
-    keeps its score from the prompt, as in the paper.
+    See BudgetDraft, section 3.4. Passes over the prompt attend to all of it, and the scores of its
+    newest rows are the first ones. Rounds attend to selected positions only and add to the scores
+    of those: a chunk that is never selected keeps its score from the prompt.
     """
 
     def __init__(self) -> None:
@@ -34,9 +32,13 @@ class TopChunks:
             self._scores = torch.cat([self._scores, more])
         self._scores[positions] += weights
 
-    def select(self, length: int, budget: int) -> Tensor:
-        """Return at most ``budget`` of the first ``length`` positions: int64, rising."""
-        chunks = min(self._length, length - budget // 4) // SELECTION_CHUNK
+    def select(self, length: int, budget: int, newest: int) -> Tensor:
+        """Return at most ``budget`` of the first ``length`` positions: int64, rising.
+
+        The ``newest`` ones are among them: scores say little of positions that few rows have
+        attended to.
+        """
+        chunks = min(self._length, length - newest) // SELECTION_CHUNK
         newer = torch.arange(chunks * SELECTION_CHUNK, length)
         count = min(chunks, (budget - len(newer)) // SELECTION_CHUNK)
         if count <= 0 or length <= budget:
@@ -44,11 +46,6 @@ class TopChunks:
         scores = self._scores[: chunks * SELECTION_CHUNK].unflatten(0, (chunks, SELECTION_CHUNK))
         best = best_chunks(scores.sum(-1)[None], SELECTION_CHUNK, count)[0]
         return torch.cat([best, newer])
-
-    def drop(self, positions: Tensor) -> None:
-        """Select chunks with any of these positions, int64 ``[n]``, only if no other is left."""
-        known = positions[positions < self._length]
-        self._scores = self._scores.index_fill(0, known, -torch.inf)
 
 
 @dataclass(frozen=True)

@@ -38,9 +38,10 @@ class KvOptions:
     # follow.
     kv: str = "auto"
     # Selection policy under a KV budget: streaming (the first positions and the newest), chunk_topk
-    # (chunks of 8 by cumulative attention), verified, verified_all, verified_weights,
-    # verified_all_weights, last_token (positions by the attention of rows of the newest round),
-    # quest (pages of 16 by bounds on their scores), or an installed package's.
+    # (chunks of 8 by cumulative attention), verified (positions by the logits of the newest round's
+    # first and deepest row), verified_all (of all rows), verified_last (of the last accepted one),
+    # the same with _weights (by softmax weights), verified_pages (pages of 16 by bounds on the
+    # logits), or an installed package's.
     kv_policy: str = STREAMING
 
     def __post_init__(self) -> None:

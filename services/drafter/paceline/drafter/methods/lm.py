@@ -6,7 +6,8 @@ together share every forward pass.
 On a CPU trees with siblings are drafted in one native call, and accepted nodes are fed again as
 text. Chains (:mod:`paceline.drafter.growth.chain`) may grow on while the verifier works: accepted
 nodes stay in the slots where a round computed them, and rejected ones are overwritten. Under a KV
-budget (option ``context``) a round attends to a copy of selected positions.
+budget (option ``context``) a round attends to a copy of selected positions, or to what was kept of
+the prompt.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from paceline.checks import check_range
 from paceline.convert import ModelSource, load_config, prepare
@@ -65,8 +65,8 @@ class LmSequence(DecoderSequence):
 
     Under a KV budget a round uses a second cache with copies of selected positions. The round's
     tokens are fed to it, and the KV of those that are text is copied back to the whole cache, so
-    the budget may change between rounds. With ``keep=budget`` there is one cache, which a round
-    begins by dropping all but the selected positions.
+    the budget may change between rounds. With ``keep=budget`` there is one cache: before the first
+    round all but the selected positions are dropped, and what follows is appended.
     """
 
     def __init__(self, drafter: LmDrafter, generation: GenerationInfo) -> None:
@@ -78,6 +78,7 @@ class LmSequence(DecoderSequence):
         # were selected.
         self.selected = torch.empty(0, dtype=torch.int64)
         self._dropped = 0  # tokens of the text whose KV was computed and dropped
+        self._begun = False  # whether there was a round
         self._scores = TopChunks() if drafter.options.kv_policy == "chunk_topk" else None
         self._given_up = False
 
@@ -117,33 +118,35 @@ class LmSequence(DecoderSequence):
             return
         begin, end = self.cached, self.cached + count
         observer = None
-        if self._scores is not None and count == self.backlog:
-            rows = range(max(0, count - OBSERVED), count)
-            observed = ObservedRows(self._scores, rows, self.cache, self.positions(end))
+        rows = range(max(0, self.length - 1 - OBSERVED - begin), count)
+        if self._scores is not None and rows:
+            observed = ObservedRows(self._scores, rows, self.cache, torch.arange(end))
             observer = TextScores([observed])
         part = self.text_part(0, begin, end, len(self.cache))
         self._drafter.model.read(HostDraft([text_pass([part])], [self.cache], observer=observer))
         self.cache.commit(range(count))
 
     def begin_round(self) -> bool:
-        while self.backlog > CHUNK:
+        # What is selected first is selected of the whole prompt.
+        unread = CHUNK if self._begun or not self._drafter.options.context else 0
+        while self.backlog > unread:
             self.warm(CHUNK)
         if self._given_up:
             return False
         if self.cached == self.length:
             # Nothing is new: the logits after the anchor are needed once more.
             self.cache.truncate(len(self.cache) - 1)
-        if self._bounded:
+        if self._bounded and not self._begun:
             self._drop()
+        self._begun = True
         more = self.length - self.cached + self.room
         return self._reserve(more) and (self._bounded or self._select())
 
     def continue_round(self) -> bool:
-        return self._dense and self._reserve(self.length - self.cached + self.room)
+        return self._sparse is None and self._reserve(self.length - self.cached + self.room)
 
     def goes_on(self) -> bool:
-        # A copy of selected positions ends with its round, and only a new round drops any.
-        return self._dense and super().goes_on()
+        return self._sparse is None and super().goes_on()  # else the copy ends with its round
 
     def fill(self, text: DraftText) -> None:
         text.first, text.length = self.cached, self.length - 1
@@ -163,11 +166,9 @@ class LmSequence(DecoderSequence):
         self.cache.take(self._sparse, range(begin, begin + count))
 
     def observed_rows(self, stop: int) -> list[ObservedRows]:
-        if self._scores is None or self.chain or self._dense:
+        if self._scores is None or self.chain or self._sparse is None:
             return []
-        positions = self.positions(self.length)
-        if self._sparse is not None:
-            positions = torch.cat([self.selected, torch.arange(self.cached, self.length)])
+        positions = torch.cat([self.selected, torch.arange(self.cached, self.length)])
         rows = range(stop - 1, stop)
         return [ObservedRows(self._scores, rows, self.round_cache, positions)]
 
@@ -181,34 +182,21 @@ class LmSequence(DecoderSequence):
     def _bounded(self) -> bool:
         return self._drafter.options.keep == "budget"
 
-    @property
-    def _dense(self) -> bool:
-        """Whether a round attends to all positions."""
-        return self._sparse is None and not self._bounded
-
-    def positions(self, stop: int) -> Tensor:
-        """Return the positions below ``stop`` of the slots of its cache, int64 ``[n]``."""
-        if not self._dropped:
-            return torch.arange(stop)
-        return torch.cat([self.selected, torch.arange(len(self.selected) + self._dropped, stop)])
-
     def _drop(self) -> None:
         """Drop the KV of all but selected positions (BudgetDraft, algorithm 2)."""
-        budget = self._drafter.options.context
-        if len(self.cache) <= budget:
+        budget, whole = self._drafter.options.context, self.cache
+        scores, self._scores = self._scores, None
+        if len(whole) <= budget:
             return
-        held, scores = self.positions(self.cached), self._scores
-        slots = streaming_positions(len(held), budget)
-        if scores is not None:
-            slots = torch.isin(held, scores.select(self.cached, budget)).nonzero()[:, 0]
-            scores.drop(held[~torch.isin(held, held[slots])])
-        before, source = self.slots, self.cache
-        self.selected = held[slots]
-        self._dropped += len(held) - len(slots)
-        if source.capacity > 2 * (budget + CHUNK + self.room):  # that of the whole prompt
-            self._cache = LocalCache(self._drafter.decoder.config, self._drafter.decoder.device)
-        self.cache.truncate(0)
-        self.cache.take(source, slots)
+        before = self.slots
+        self.selected = (
+            streaming_positions(len(whole), budget)
+            if scores is None
+            else scores.select(len(whole), budget, newest=0)
+        )
+        self._dropped = len(whole) - len(self.selected)
+        self._cache = LocalCache(self._drafter.decoder.config, self._drafter.decoder.device)
+        self.cache.take(whole, self.selected)
         self._drafter.kv_slots += self.slots - before
 
     def _select(self) -> bool:
@@ -218,8 +206,11 @@ class LmSequence(DecoderSequence):
         if not 0 < budget < length:
             self._sparse = None
             return self._count(before)
-        select = streaming_positions if self._scores is None else self._scores.select
-        self.selected = select(length, budget)
+        self.selected = (
+            streaming_positions(length, budget)
+            if self._scores is None
+            else self._scores.select(length, budget, newest=budget // 4)
+        )
         if self._sparse is None:
             self._sparse = LocalCache(self._drafter.decoder.config, self._drafter.decoder.device)
         self._sparse.truncate(0)
@@ -254,11 +245,11 @@ class LmOptions(TreeOptions):
     # KV budget: maximum number of positions that a round attends to; 0: all. The tokens since the
     # last round and the tree are not counted. Unit: tokens.
     context: int = 0
-    # Positions within the budget: streaming (the first and the newest) or chunk_topk (the newest,
-    # and chunks of 8 by cumulative attention).
+    # Positions within the budget: streaming (the first and the newest) or chunk_topk (chunks of 8
+    # by cumulative attention; where all KV is kept a quarter of the budget for the newest).
     kv_policy: str = "streaming"
-    # KV that is kept: all, so that a round may select any position, or budget: what a round does
-    # not select is dropped, and a sequence holds `context` positions after its prompt.
+    # KV that is kept: all, so that a round may select any position, or budget: `context` positions
+    # of the prompt, and all that follow.
     keep: str = "all"
     # Maximum memory for the KV of all sequences. A sequence that does not fit drafts no more. Unit:
     # GiB.

@@ -2,7 +2,7 @@
 
 After Tiwari et al., "QuantSpec" (4-bit weights), Yue et al., "SpecAttn: Co-Designing Sparse
 Attention with Self-Speculative Decoding" (policy ``verified``), and Sadhukhan et al., "MagicDec"
-(``streaming``, ``quest``). The prefix that the verifier has committed is sparse. Tokens after it
+(``streaming``). The prefix that the verifier has committed is sparse. Tokens after it
 are dense: their keys and values are computed here.
 
 A copy of the target agrees with it far more often than its probabilities say, so a chain goes on
