@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PROTOS := $(wildcard protos/paceline/v1/*.proto)
 
 .PHONY: setup demo smollm2 test test-slow real families levels sanitize resolve chart containers vllm up down lint imports types proto \
-	proto-check browser screenshots clients docs docs-check bench drills fuzz campaign audit gpu-check gpu-kernels gpu-services \
+	proto-check browser screenshots clients docs docs-check bench papers-quick drills fuzz campaign audit gpu-check gpu-kernels gpu-services \
 	gpu-first gpu-speed gpu-wheels gpu-packages clean
 
 # The version of OpenAI's client for Node that `make clients` tests.
@@ -157,6 +157,10 @@ docs-check: setup
 BENCH ?= table --target "$$($(BIN)/paceline fetch smollm2 --format folder)"
 bench: setup
 	$(BIN)/paceline bench $(BENCH)
+
+# Each arm of each experiment of `paceline bench papers` at its smallest size, on the demo's models.
+papers-quick: setup
+	$(BIN)/python -m pytest -m "" tests/bench/test_papers.py
 
 # Injects faults under load and records in bench/results what held: about a quarter of an hour.
 drills: setup

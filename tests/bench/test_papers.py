@@ -7,25 +7,34 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
+import torch
 
+from paceline.bench import experiment as harness
 from paceline.bench import papers
 from paceline.bench.cli import add_arguments
-from paceline.bench.papers import EXPERIMENTS, estimate, figures, run
+from paceline.bench.experiment import estimate, figures
+from paceline.bench.papers import EXPERIMENTS, run
 from paceline.bench.replay.run import judge
 from paceline.bench.replay.simulation import Simulation
 from paceline.bench.replay.traces import Replay, Round, Text, Traces
 from paceline.bench.table.engines import Answer, AnswerRequest
+from paceline.kernels import AttentionCall, QueryBlock, plan_trees
 
 _DEMO = Path("models/demo")
 _CODE = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n\n\n"
 _LIMITS = "--weights bfloat16 --texts 2 --tokens 16 --contexts 96"
-_DSPARK = f"--drafter dspark=dspark:{_DEMO}/dspark,target={_DEMO}/target"
 _OPTIONS = {
-    "context": f"{_DSPARK} --drafter n=ngram --speed",
+    "context": "--speed",
     "attention": "--rows 3",
-    "dspark": _DSPARK,
-    "load": f"{_DSPARK} --users 2",
-    "selection": "--policies streaming verified --ratios 0.3 --contexts 1100 --texts 1",
+    "dspark": "",
+    "load": "--users 2",
+    "selection": "--ratios 0.3 --contexts 1100 --texts 1",
+    "budget": "--budgets 16,64 --policies chunk_topk streaming",
+    "triforce": "--budgets 16 --ratios 0.5",
+}  # the smallest sizes
+_FEW_ARMS = {
+    "context": f"--drafter dspark=dspark:{_DEMO}/dspark,target={_DEMO}/target --drafter n=ngram",
+    "selection": "--policies streaming verified quest",
 }
 
 
@@ -46,10 +55,14 @@ class Services:
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_an_experiment_has_figures_of_every_arm(
-    experiment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    experiment: str, whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(papers, "PacelineServices", Services)
+    """At its smallest size; `make papers-quick` has all arms, and services."""
+    if not whole:
+        monkeypatch.setattr(papers, "PacelineServices", Services)
+    monkeypatch.setattr(harness, "cache_file", lambda kind, facts: tmp_path / f"{hash(facts)}.json")
     monkeypatch.setattr(sys, "argv", ["paceline", "bench", "papers", experiment])
     texts = tmp_path / "mine.jsonl"
     texts.write_text(f"{json.dumps({'text': _CODE})}\n" * 3)
@@ -58,6 +71,7 @@ def test_an_experiment_has_figures_of_every_arm(
     add_arguments(parser)
     words = ["papers", experiment, "--models", _DEMO, "--prompts", texts, "--output", file]
     words += [*_LIMITS.split(), *_OPTIONS[experiment].split()]
+    words += [] if whole else _FEW_ARMS.get(experiment, "").split()
     assert run(parser.parse_args([str(word) for word in words])) == 0
     results = json.loads(file.read_text())["results"]
     assert results
@@ -74,8 +88,31 @@ def test_an_experiment_has_figures_of_every_arm(
         assert ends
         assert all(low <= value <= high for low, value, high in ends)
     # The same command measures nothing again.
-    monkeypatch.setattr(papers, "figures", None)
+    monkeypatch.setattr(harness, "figures", None)
     assert run(parser.parse_args([str(word) for word in words])) == 0
+
+
+@pytest.mark.parametrize("budget", [10, 40, 60, 999])
+def test_quest_reads_the_pages_whose_keys_may_score_highest(budget: int) -> None:
+    """Of each row and KV head by itself, and the newest page, which is not whole."""
+    torch.manual_seed(0)
+    start, rows, heads, group = 101, 3, 2, 2
+    q, keys = torch.randn(heads, group, rows, 8), torch.randn(heads, start + rows, 8)
+    block = QueryBlock(0, start, None, rows)
+    packed = q.permute(2, 0, 1, 3).reshape(rows, -1, 8)
+    call = AttentionCall(packed, [keys], [keys], plan_trees([block]), 1.0, None, packed)
+    hidden = harness._QuestKernels(lambda length: budget).hidden(call, 0, q, keys)
+    shown = ~hidden.expand(heads, group, rows, start + rows)
+    assert shown[..., 96:start].all()
+    assert shown[..., start:].equal(torch.ones(rows, rows).tril().bool().expand(2, 2, rows, rows))
+    pages = shown[..., :96].unflatten(3, (6, 16))
+    assert (pages.all(-1) == pages.any(-1)).all()
+    read = pages.any(-1)
+    assert (read.sum(-1) == min(6, (budget - 5) // 16)).all()
+    side = keys[:, None, None, :96].unflatten(3, (6, 16)) * q.unsqueeze(3).unsqueeze(3)
+    bounds = side.amax(4).sum(-1).sum(1, keepdim=True).expand_as(read)
+    best = torch.where(read, bounds, torch.inf).amin(-1)
+    assert (best >= torch.where(read, -torch.inf, bounds).amax(-1)).all()
 
 
 def test_intervals_are_of_ratios_over_texts_and_arms_are_paired() -> None:

@@ -35,6 +35,8 @@ _OF_EXPERIMENTS = {
     "dspark": (*_TEXTS, "drafter"),
     "load": (*_TEXTS, "drafter", "users"),
     "selection": (*_TEXTS, "contexts", "policies", "ratios"),
+    "budget": ("tokens", "prompts", "contexts", "drafter", "policies", "budgets"),
+    "triforce": ("tokens", "prompts", "contexts", "drafter", "policies", "budgets", "ratios"),
 }
 _LLAMA_PROGRAMS = ("llama_server", "llama_bench", "llama_perplexity", "ik_llama_python")
 _PARTS = {
@@ -191,12 +193,14 @@ def _add_papers(option: Any) -> None:
     _add_prompts(option)
     _add_drafter(option, "measure", "those of the experiment, for SmolLM2")
     option("--speed", action="store_true", help="measure speeds with services too, for `context`")
-    text = "KV policies of `selection`; default: all"
+    text = "KV policies; `selection` has all and quest, `budget` chunk_topk, `triforce` verified"
     option("--policies", nargs="+", default=[], metavar="NAME", help=text)
     option(
         "--ratios", nargs="+", type=float, default=[0.02, 0.07, 0.15], metavar="SHARE",
-        help="shares of the KV that a draft reads, for `selection`",
+        help="shares of the KV that a draft reads, for `selection` and `triforce`",
     )  # fmt: skip
+    text = "positions that a small model keeps of a prompt, for `budget` and `triforce`"
+    option("--budgets", type=_numbers, default="64,256,512,1024,2048", help=text)
     option("--rows", type=_numbers, default="8,33,64", help="rows of a step, for `attention`")
     option("--users", type=_numbers, default="1,2,4,8,16", help="requests at a time, for `load`")
 

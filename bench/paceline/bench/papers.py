@@ -1,11 +1,8 @@
 """`paceline bench papers`: what the papers measured, on a target of one's own.
 
-An experiment is a function here; it has cells, which a result file keeps. Cells that the file has
-are not measured again, so the same command goes on where an earlier one stopped. A cell compares
-arms on the same texts; its figures are ratios of sums over texts, with 95% intervals by drawing
-texts again, and each arm's over the first one's with the texts paired. Accepted lengths are
-measured along texts that the target wrote once, without services, so they do not depend on the
-machine's load. Nothing is looked up in earlier texts.
+An experiment is a function here. Accepted lengths are measured along texts that the target wrote
+once, without services, so they do not depend on the machine's load. Nothing is looked up in earlier
+texts.
 """
 
 from __future__ import annotations
@@ -13,33 +10,28 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
-from collections import defaultdict
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
-from itertools import islice, zip_longest
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import Self, cast
 
 import numpy as np
 import torch
-import uvloop
-from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from paceline.bench.acceptance import load_drafters, write_answer
-from paceline.bench.models import Models
-from paceline.bench.prompts import FREE, PROMPTS, needle_prompts, read
-from paceline.bench.record import Results, make_console
+from paceline.bench.experiment import LENGTH, QUEST, Bench, Name, Round, Samples, counted, samples
+from paceline.bench.prompts import needle_prompts
 from paceline.bench.reference import ReferenceKernels
+from paceline.bench.step.engines import PacelineEngine
 from paceline.bench.table.engines import NONE, AnswerRequest, PacelineServices
-from paceline.convert import load_decoder, open_model
-from paceline.decoder import Decoder, DecoderConfig
-from paceline.drafter import Drafter
+from paceline.decoder import DecoderConfig, LocalCache
+from paceline.drafter import Drafter, DrafterSpec, Resources
+from paceline.drafter.methods.base import GenerationInfo
+from paceline.drafter.methods.lm import LmDrafter, LmSequence
 from paceline.kernels import (
-    MAX_TREE_NODES,
-    SELECTION_CHUNK,
     AttentionCall,
     Executor,
     Heads,
@@ -51,277 +43,29 @@ from paceline.kernels import (
     choose_numerics,
     plan_trees,
 )
-from paceline.kernels.caches import from_rows
-from paceline.kv.policies import kv_policies, load_policy
-from paceline.train.acceptance import RecordedKv, TargetRecording, rounds
-from paceline.tree import TokenTree, accepted_tokens
-from paceline.verifier.engine.batch import BatchObserver
+from paceline.kv.policies import kv_policies
+from paceline.train.acceptance import replay
 
-SHORT = FREE[:3]  # categories of short prompts
-LENGTH = "accepted length"  # name of this measure
-_RESAMPLES = 1000
 _REPEATS = 5  # times that attention is measured, of which the shortest counts
-_SHIPPED = Path("models/smollm2")
-Name = TypeVar("Name")
-Pairs = list[tuple[float, float]]  # numerator and denominator of a ratio, by text
-Samples = dict[str, dict[str, dict[float, Pairs]]]  # by arm, measure, and place on the x axis
-
-
-def samples() -> Samples:
-    return defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
-
-
-def estimate(pairs: Pairs, other: Pairs | None = None) -> list[float]:
-    """Return the ratio of sums over texts between the ends of its interval.
-
-    Args:
-        other: Of the same texts in another arm: the ratio of both ratios.
-    """
-    sums = np.array(pairs, dtype=float)
-    count = len(sums)
-    drawn = np.random.default_rng(1).integers(count, size=(_RESAMPLES, count))
-    drawn = np.concatenate([np.arange(count)[None], drawn])
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratios = np.divide(*sums[drawn].sum(axis=1).T)
-        if other is not None:
-            ratios /= np.divide(*np.array(other, dtype=float)[drawn].sum(axis=1).T)
-    ratios = ratios[np.isfinite(ratios)]
-    low, high = np.percentile(ratios[1:], (2.5, 97.5))
-    return [round(float(value), 3) for value in (low, ratios[0], high)]
-
-
-def figures(found: Samples) -> dict[str, Any]:
-    """Of a result file: ``arms`` by measure and place, and ``over``, each over the first arm."""
-    entry: dict[str, Any] = {"arms": {}, "over": {}}
-    first = next(iter(found.values()), {})
-    for arm, measures in found.items():
-        for measure, line in measures.items():
-            lines: list[dict[str, list[float]]] = [{}, {}]
-            for x, pairs in line.items():
-                if not any(below for _, below in pairs):
-                    continue
-                lines[0][f"{x:g}"] = estimate(pairs)
-                others = first.get(measure, {}).get(x, [])
-                if measures is not first and any(above for above, _ in others):
-                    lines[1][f"{x:g}"] = estimate(pairs, others)
-            for kind, each in zip(entry.values(), lines, strict=True):
-                if each:
-                    kind.setdefault(arm, {})[measure] = each
-    return entry
-
-
-class PolicyKv(RecordedKv):
-    """A recording's KV as a selection policy of the verifier shows it to a drafter.
-
-    It is an :class:`~paceline.kv.selection.ObservedCache`.
-    """
-
-    def __init__(self, target: Decoder, text: TargetRecording, drafter: Drafter) -> None:
-        super().__init__(text.cache)
-        text.cache.reserve(MAX_TREE_NODES)
-        self.capacity, self.device = text.cache.capacity, torch.device(target.device)
-        self._target, self._text = target, text
-        self._layers = [each % target.config.layers for each in drafter.needs.kv_layers]
-        self._policy = load_policy(drafter.needs.kv_options.kv_policy)(self, self._layers)
-        self._chosen: list[Tensor] = []
-        end = text.prompt_length
-        if self._policy.observer is not None and end > SELECTION_CHUNK:  # as in a prefill
-            start = end - SELECTION_CHUNK
-            self._observe(QueryBlock(0, start, None, SELECTION_CHUNK), text.tokens[start:end])
-
-    def refresh(self, below: int, budget: int) -> int:
-        length = min(self.committed, below)
-        self._chosen = self._policy.choose(length, budget or length)
-        return length
-
-    def parts(self, layer: int) -> list[tuple[Tensor, Tensor]]:
-        keys, values = self.layer(layer)
-        chosen = self._chosen[self._layers.index(layer % self._target.config.layers)]
-        return [(from_rows(keys[:, chosen]), from_rows(values[:, chosen]))]
-
-    def verify(self, tree: TokenTree, accepted: Sequence[int]) -> None:
-        """Run the tree of a round through the target: its rows score the prefix.
-
-        Args:
-            accepted: Those on the path that equals the text.
-        """
-        if self._policy.observer is None:
-            return
-        start, parents = self.committed, (-1, *(parent + 1 for parent in tree.parents))
-        tokens = [self._text.tokens[start], *tree.tokens]
-        self._observe(QueryBlock(0, start, parents, len(tokens)), tokens)
-        paths = [[], *(list(tree.path(node)) for node in range(len(tree.tokens)))]
-        self._policy.observer.accepted(paths.index(list(accepted)))
-
-    def _observe(self, block: QueryBlock, tokens: Sequence[int]) -> None:
-        observer = self._policy.observer
-        assert observer is not None
-        start, count = block.start, block.length
-        observers = BatchObserver()
-        observers.add(observer, 0, block, 0)
-        cache = self._text.cache
-        layers = map(cache.layer, range(self._target.config.layers))
-        planes = [plane for both in layers for plane in both]
-        # The rows overwrite the recording behind the prefix.
-        kept = [plane[:, start : start + count].clone() for plane in planes]
-        plan, rows = plan_trees([block]), torch.tensor([0])
-        self._target.forward(
-            torch.tensor(tokens), plan, [cache], logit_rows=rows, observer=observers
-        )
-        observers.publish(self._target.config.q_heads)
-        for plane, before in zip(planes, kept, strict=True):
-            plane[:, start : start + count] = before
-
-
-@dataclass(frozen=True)
-class Round:
-    """One round along a text."""
-
-    tree: TokenTree  # the drafted tokens
-    accepted: int  # how many the target accepted
-    ms: float  # time of the draft
-
-
-class Bench:
-    """What the experiments share: target, drafters, texts, and the result file of each."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.console = args, make_console()
-        self.models = Models.of(args)
-        self.source = open_model(self.models.target)
-        [self.weights] = args.weights
-        self._drafters: dict[str, Drafter] = {}
-        topic = f"papers-{args.experiment}"
-        self.results = Results(topic, args.output, self.models.target, tokens=args.tokens)
-
-    def cell(
-        self, title: str, panel: str, measure: Callable[[], Samples | Coroutine[Any, Any, Samples]]
-    ) -> None:
-        """Measure a cell, unless the result file has it, and record it.
-
-        Args:
-            panel: What several cells have in common, beside the name of the measure.
-        """
-        if title in self.results.entries:
-            self.console.log(f"{title}: already in {self.results.file}")
-            return
-        began = time.monotonic()
-        found = measure()
-        if isinstance(found, Coroutine):
-            found = uvloop.run(found)
-        measured = figures(found)
-        lengths = (
-            len(each) for arm in found.values() for line in arm.values() for each in line.values()
-        )
-        facts = {"panel": panel, "weights": self.weights, "texts": max(lengths, default=0)}
-        facts["minutes"] = round((time.monotonic() - began) / 60, 1)
-        self.results.add(title, facts | measured)
-        table = Table(
-            "arm", "measure", "value (95% interval)", "relative to the first arm", title=title
-        )
-        for arm, measures in measured["arms"].items():
-            for name, line in measures.items():
-                over = measured["over"].get(arm, {}).get(name, {})
-                table.add_row(arm, name, _words(line), _words(over))
-        self.console.print(table)
-
-    @cached_property
-    def target(self) -> Decoder:
-        return load_decoder(self.source, self.weights)
-
-    def given(self, default: Mapping[str, str]) -> dict[str, str]:
-        """Specifications by name: those of `--drafter`, else these."""
-        specs = dict(each.split("=", 1) for each in self.args.drafter) or dict(default)
-        self.results.uses(specs)
-        return specs
-
-    def prompts(self) -> list[list[int]]:
-        """The prompts of `--prompts`, or short ones of the table in turn; `--texts` of them."""
-        files = self.args.prompts or [PROMPTS / f"{name}.jsonl" for name in SHORT]
-        rows = zip_longest(*read(files, self.source, self.args.tokens).values())
-        ids = (each.ids for row in rows for each in row if each is not None)
-        return list(islice(ids, self.args.texts))
-
-    def documents(self, length: int) -> list[list[int]]:
-        """The last `length` tokens of long prompts, each behind the ones before it."""
-        files = self.args.prompts or [PROMPTS / "long.jsonl"]
-        every = [each.ids for texts in read(files, self.source, 0).values() for each in texts]
-        documents = []
-        for number in range(self.args.texts):
-            place, text = number, list[int]()
-            while len(text) < length:
-                text = every[place % len(every)] + text
-                place -= 1
-            documents.append(text[-length:])
-        return documents
-
-    def contexts(self) -> list[int]:
-        """Those of `--contexts` that fit the target with an answer."""
-        room = self.source.config().max_position - self.args.tokens
-        return [each for each in self.args.contexts if each <= room]
-
-    @torch.inference_mode()
-    def along(
-        self, prompts: Sequence[list[int]], specs: Mapping[Name, str]
-    ) -> Iterator[tuple[Name, Drafter, list[Round]]]:
-        """Let the target answer each prompt, and every drafter draft along the answer."""
-        for spec in specs.values():
-            if spec not in self._drafters:
-                given = [f"drafter={spec}"]
-                [(_, self._drafters[spec])] = load_drafters(given, self.models.target)
-        drafters = {name: self._drafters[spec] for name, spec in specs.items()}
-        layers = {n for each in drafters.values() for n in each.needs.hidden_state_layers}
-        for number, prompt in enumerate(prompts, 1):
-            text = write_answer(
-                self.target, self.source, prompt, self.args.tokens, self.args.temperature,
-                number, layers,
-            )  # fmt: skip
-            self.console.log(f"text {number} of {len(prompts)}: {len(text.continuation)} tokens")
-            for name, drafter in drafters.items():
-                yield name, drafter, list(self._rounds(drafter, text))
-
-    def _rounds(self, drafter: Drafter, text: TargetRecording) -> Iterator[Round]:
-        kv = PolicyKv(self.target, text, drafter) if drafter.needs.kv_layers else None
-        began = time.perf_counter()
-        for tree, after in rounds(drafter, text, kv):
-            ms = (time.perf_counter() - began) * 1e3
-            accepted = accepted_tokens(tree, after)
-            yield Round(tree, accepted, ms)
-            if kv is not None:
-                kv.verify(tree, after[:accepted])
-            began = time.perf_counter()
-
-    def lengths(
-        self, by: str, prompts: Sequence[list[int]], specs: Mapping[tuple[str, float], str]
-    ) -> Samples:
-        """Accepted length of drafters by arm and place on the x axis, which `by` names."""
-        found = samples()
-        for (arm, x), _, path in self.along(prompts, specs):
-            pair = sum(each.accepted + 1 for each in path), len(path)
-            found[arm][f"{LENGTH} by {by}"][x].append(pair)
-        return found
-
-
-def _words(line: Mapping[str, Sequence[float]]) -> str:
-    return "  ".join(
-        f"{x}: {value:.3g} ({low:.3g}-{high:.3g})" for x, (low, value, high) in line.items()
-    )
+_PREFILL = 1024  # tokens of a prompt that a small model reads at once
 
 
 def _selfspec(bench: Bench, policy: str, ratio: float) -> str:
     """SpecAttn's drafter: chains of 7, never cut short."""
-    options = f"kv_policy={policy},ratio={ratio:g},context=32,depth=7,min_survival=0"
-    return f"selfspec:{bench.models.target},{options},weights={bench.weights}"
+    options = f"ratio={ratio:g},context=32,depth=7,min_survival=0,weights={bench.weights}"
+    if policy == QUEST:
+        return f"{QUEST}:{bench.models.target},{options}"
+    return f"selfspec:{bench.models.target},{options},kv_policy={policy}"
 
 
 def _context(bench: Bench) -> None:
     """Accepted length by tokens of context; with `--speed` the services', and their speed."""
     target = bench.models.target
-    longspec = f"longspec:{_SHIPPED}/longspec,target={target}"
+    longspec = f"longspec:{bench.shipped}/longspec,target={target}"
     drafters = bench.given({
         "longspec, 512 positions": f"{longspec},context=512",
         "longspec, all": f"{longspec},context=0",
-        "dspark": f"dspark:{_SHIPPED}/dspark,target={target},widths=4,4,2,max_nodes=8",
+        "dspark": f"dspark:{bench.shipped}/dspark,target={target},widths=4,4,2,max_nodes=8",
         "ngram": "ngram",
         **{f"selfspec, {each}": _selfspec(bench, each, 0.07) for each in kv_policies()},
     })  # fmt: skip
@@ -352,7 +96,7 @@ async def _serve(
         found[arm] = found[arm]
     engine = _services(bench, specs, always=True, reuse=True)
     async with engine:
-        for number, prompt in enumerate(prompts):
+        for number, prompt in enumerate(counted(prompts)):
             for arm in _in_turn(arms, number):
                 request = AnswerRequest(prompt, bench.args.tokens, bench.args.temperature, number)
                 answer = await engine.answer(arm, request)
@@ -363,7 +107,6 @@ async def _serve(
                 if arm != NONE:
                     mine["draft ms"][x].append((answer.draft_ms, steps))
                     mine[LENGTH][x].append((answer.drafted_tokens, answer.drafted_rounds))
-            bench.console.log(f"text {number + 1} of {len(prompts)}")
     return found
 
 
@@ -375,7 +118,7 @@ def _services(bench: Bench, specs: Mapping[str, str], **options: bool) -> Paceli
 def _load(bench: Bench) -> None:
     """Users at a time: without drafts, with the controller, with a tree in every round."""
     options = f"target={bench.models.target},widths=4,4,2,max_nodes=8"
-    drafters = bench.given({"dspark": f"dspark:{_SHIPPED}/dspark,{options}", "ngram": "ngram"})
+    drafters = bench.given({"dspark": f"dspark:{bench.shipped}/dspark,{options}", "ngram": "ngram"})
     for users in bench.args.users:
         measure = partial(_serve_users, bench, drafters, users)
         bench.cell(f"{bench.weights}, {users} users", bench.weights, measure)
@@ -391,7 +134,7 @@ async def _serve_users(bench: Bench, specs: Mapping[str, str], users: int) -> Sa
         arms = [(each, mode) for each in (controlled, always) for mode in each.modes]
         for _, arm in arms:
             found[arm] = found[arm]
-        for number, group in enumerate(groups):
+        for number, group in enumerate(counted(groups)):
             sampling = bench.args.tokens, bench.args.temperature, number
             requests = [AnswerRequest(prompt, *sampling) for prompt in group]
             for engine, arm in _in_turn(arms, number):
@@ -403,14 +146,13 @@ async def _serve_users(bench: Bench, specs: Mapping[str, str], users: int) -> Sa
                 mine["tokens/s a user"][users].append((sum(rates), users))
                 checked, steps = sum(e.checked for e in answers), sum(e.steps for e in answers)
                 mine["nodes a request and step"][users].append((checked, max(1, steps)))
-            bench.console.log(f"prompts {number + 1} of {len(groups)}")
     return found
 
 
 def _dspark(bench: Bench) -> None:
     """Acceptance by position of a chain where the one before was accepted, and by thresholds of the
     confidence."""
-    shipped = f"dspark:{_SHIPPED}/dspark,target={bench.models.target}"
+    shipped = f"dspark:{bench.shipped}/dspark,target={bench.models.target}"
     given = bench.given({"shipped": shipped})
     specs = {name: f"{spec},widths=1,min_survival=0" for name, spec in given.items()}
 
@@ -439,7 +181,7 @@ def _selection(bench: Bench) -> None:
     """SpecAttn's rows and its rivals, by share of the KV; a table far behind, written again."""
     specs = {
         (policy, ratio): _selfspec(bench, policy, ratio)
-        for policy in bench.args.policies or kv_policies()
+        for policy in bench.args.policies or (*kv_policies(), QUEST)
         for ratio in bench.args.ratios
     }
     for length in bench.contexts():
@@ -448,6 +190,143 @@ def _selection(bench: Bench) -> None:
         for kind, prompts in kinds.items():
             measure = partial(bench.lengths, "share of the KV", prompts, specs)
             bench.cell(f"{kind}, {length} tokens", f"{kind} of {length}", measure)
+
+
+class BudgetDrafter(LmDrafter):
+    """Drafts under one KV budget after the other, and reads a prompt once for all of them."""
+
+    _read: LmSequence | None = None  # the newest prompt
+
+    @classmethod
+    def of(cls, spec: str) -> Self:
+        """A small model that drafts chains of 5, never cut short. Raises ``ValueError``: it is none
+        of `lm`."""
+        given = DrafterSpec.parse(f"drafter={spec}")
+        if given.method != cls.method:
+            raise ValueError(f"--drafter {spec}: expected NAME=lm:DIR, a small language model")
+        chain = {"widths": "1", "depth": "5", "min_survival": "0"}
+        return cast(Self, cls.load(given.folder, chain | dict(given.options), Resources()))
+
+    def under(self, policy: str, budget: int) -> None:
+        """Set the budget of the texts that start from now on; 0: all positions."""
+        keep = "budget" if budget else "all"
+        self.options = replace(self.options, context=budget, keep=keep, kv_policy=policy)
+
+    def start(self, generation: GenerationInfo) -> LmSequence:
+        sequence = super().start(generation)
+        if self._read is None or self._read.tokens != sequence.tokens:
+            if self._read is not None:
+                self._read.close()
+            kept, self._read = self.options, None
+            self.under("chunk_topk", 0)
+            self._read = super().start(generation)
+            while self._read.backlog:
+                self._read.warm(_PREFILL)
+            self.options = kept
+        read = self._read
+        sequence._cache = LocalCache(self.decoder.config)
+        sequence._cache.take(read.cache, range(len(read.cache)))
+        sequence._scores = sequence._scores and deepcopy(read._scores)
+        self.kv_slots += sequence.slots
+        return sequence
+
+
+def _small_model(bench: Bench) -> tuple[str, BudgetDrafter]:
+    [(name, spec)] = bench.given({"lm": f"lm:{bench.shipped}/lm"}).items()
+    return name, BudgetDrafter.of(spec)
+
+
+def _budget(bench: Bench) -> None:
+    """A small model that sparsifies its KV once, behind the prompt, by budget and tokens of context
+    (BudgetDraft, algorithm 2 and figure 1)."""
+    _, drafter = _small_model(bench)
+    policies = bench.args.policies or ["chunk_topk"]
+    arms = {f"{each}, {budget}": (each, budget)
+            for each, budget in product(policies, bench.args.budgets)}  # fmt: skip
+    arms = {"all": (policies[0], 0), **arms}
+    for length in bench.contexts():
+        measure = partial(_draft_under, bench, drafter, arms, length)
+        bench.cell(f"{bench.weights}, {length} tokens", bench.weights, measure)
+
+
+@torch.inference_mode()
+def _draft_under(
+    bench: Bench, drafter: BudgetDrafter, arms: Mapping[str, tuple[str, int]], length: int
+) -> Samples:
+    found = samples()
+    for number in counted(range(bench.args.texts)):
+        text = bench.continued(number)[length]
+        for arm, (policy, budget) in arms.items():
+            drafter.under(policy, budget)
+            path = list(bench.path(drafter, text))
+            accepted = sum(each.accepted for each in path)
+            drafted = sum(len(each.tree.tokens) for each in path)
+            found[arm][LENGTH][length].append((accepted + len(path), len(path)))
+            found[arm]["accepted share"][length].append((accepted, drafted))
+    return found
+
+
+def _triforce(bench: Bench) -> None:
+    """TriForce (Sun et al., 2024), calculated: a small model under a KV budget drafts for the
+    target with sparse KV, which drafts for the target.
+
+    Measured are accepted lengths along the target's text, the drafts of the small model, and steps
+    of the target behind the whole context and behind the sparse one. The small model is taken to
+    agree with the target with sparse KV as often as with the target.
+    """
+    name, drafter = _small_model(bench)
+    engine = PacelineEngine(bench.models.target, bench.weights, synthetic=True)
+    policy = (bench.args.policies or ["verified"])[0]
+    sparse = {ratio: bench.drafter(_selfspec(bench, policy, ratio)) for ratio in bench.args.ratios}
+    for length in bench.contexts():
+        measure = partial(_stack, bench, engine, name, drafter, sparse, length)
+        bench.cell(f"{bench.weights}, {length} tokens", bench.weights, measure)
+
+
+@torch.inference_mode()
+def _stack(
+    bench: Bench, engine: PacelineEngine, name: str, drafter: BudgetDrafter,
+    sparse: Mapping[float, Drafter], length: int,
+) -> Samples:  # fmt: skip
+    found, few = samples(), drafter.max_depth + 1
+
+    def step(arm: str, context: int, rows: int) -> float:
+        cache = engine.synthetic_cache(context)
+        ms = min(_milliseconds(partial(engine.step, cache, rows)) for _ in range(_REPEATS))
+        found[arm]["ms of a step by rows"][rows].append((ms, 1))
+        return ms
+
+    def add(arm: str, path: Sequence[Round], round_ms: float) -> float:
+        """Record the rounds of a text; returns the tokens of one."""
+        emitted = sum(each.accepted + 1 for each in path)
+        found[arm][LENGTH][length].append((emitted, len(path)))
+        found[arm]["tokens/s, calculated"][length].append((1e3 * emitted, len(path) * round_ms))
+        return emitted / len(path)
+
+    steps = {rows: step("target", length, rows)
+             for rows in {1, few, *(each.max_depth + 1 for each in sparse.values())}}  # fmt: skip
+    behind = {
+        ratio: [step(f"sparse KV, {ratio:g}", max(32, int(ratio * length)), rows)
+                for rows in (1, few)] for ratio in sparse
+    }  # fmt: skip
+    for number in counted(range(bench.args.texts)):
+        text = bench.continued(number)[length]
+        found["target"]["tokens/s, calculated"][length].append((1e3, steps[1]))
+        smaller = dict[int, tuple[float, float]]()  # tokens and milliseconds of a draft, by budget
+        for budget in bench.args.budgets:
+            drafter.under("chunk_topk", budget)
+            path = list(bench.path(drafter, text))
+            ms = float(np.median([each.ms for each in path]))
+            smaller[budget] = add(f"{name}, {budget}", path, ms + steps[few]), ms
+        whole = replay(bench.target, text.tokens[:length], text.continuation)
+        for ratio, middle in sparse.items():
+            arm, chain = f"sparse KV, {ratio:g}", middle.max_depth
+            path, (one, checked) = list(bench.path(middle, whole)), behind[ratio]
+            add(arm, path, chain * one + steps[chain + 1])
+            for budget, (tokens, ms) in smaller.items():
+                chain_ms = chain / tokens * (ms + checked)
+                add(f"TriForce, {budget}, {ratio:g}", path, chain_ms + steps[chain + 1])
+    return found
 
 
 def _attention(bench: Bench) -> None:
@@ -522,7 +401,7 @@ def _milliseconds(action: Callable[[], object]) -> float:
 
 EXPERIMENTS: dict[str, Callable[[Bench], None]] = {
     "context": _context, "attention": _attention, "dspark": _dspark, "load": _load,
-    "selection": _selection,
+    "selection": _selection, "budget": _budget, "triforce": _triforce,
 }  # fmt: skip
 
 

@@ -115,7 +115,7 @@ class ReferenceKernels:
             kv_heads = key.shape[0]
             packed = call.q[rows].float().view(nodes, kv_heads, -1, dim).permute(1, 2, 0, 3)
             scores = call.scores(packed, key.unsqueeze(1))
-            scores.masked_fill_(_hidden(plan, index, call.window), float("-inf"))
+            scores.masked_fill_(self.hidden(call, index, packed, key), float("-inf"))
             total = scores.logsumexp(-1, keepdim=True)
             if call.sinks is not None:
                 total = torch.logaddexp(total, call.sinks.view(kv_heads, -1, 1, 1))
@@ -124,6 +124,16 @@ class ReferenceKernels:
             if call.lse is not None:
                 call.lse[rows] = total[..., 0].permute(2, 0, 1).reshape(nodes, heads)
         record_scores(call, call.probes)
+
+    def hidden(self, call: AttentionCall, index: int, queries: Tensor, keys: Tensor) -> Tensor:
+        """Mask of the keys that a block's nodes do not see, bool ``[..., nodes, stop]``, which
+        spreads to scores ``[Hkv, group, nodes, stop]``.
+
+        Args:
+            queries: ``[Hkv, group, nodes, D]``.
+            keys: ``[Hkv, stop, D]``.
+        """
+        return _hidden(call.plan, index, call.window)
 
     def quantise_rows(self, x: Tensor, size: int) -> tuple[Tensor, Tensor]:
         turned = rotate(x.float(), size)
