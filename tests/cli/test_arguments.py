@@ -252,7 +252,7 @@ def test_every_unused_option_is_named(capsys: pytest.CaptureFixture[str]) -> Non
     assert "--weights, --load have no effect without MODEL" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", ["--signals=x", "--vocabulary=9", "--no-card", "--budgets=0,64"])
+@pytest.mark.parametrize("words", ["--signals=x", "--vocabulary=9", "--no-card", "--contexts=0,64"])
 def test_a_preset_on_files_reads_nothing_about_conversations(
     words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

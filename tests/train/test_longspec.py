@@ -113,14 +113,14 @@ def test_the_end_of_a_text_reads_the_whole_of_it(
     torch.testing.assert_close(value, (log_p.exp() * (log_p - log_q)).sum(-1).mean())
 
 
-def test_a_budget_shows_what_a_drafter_reads_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_context_shows_what_a_drafter_reads_under_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each token sees the positions before its anchor that `streaming` selects."""
     monkeypatch.setattr(training, "TAIL", 16)
     torch.manual_seed(0)
-    model, length, budget = _model(), 40, 9
+    model, length, context = _model(), 40, 9
     tokens, kv = torch.randint(0, 50, (length,)), torch.randn(length, 2, 2, 16)
     signals = Signals(tokens, [0, length], torch.randn(length, 32), kv, torch.empty(length, 0))
-    preset = replace(LONGSPEC_PRESETS["smollm2"], noise=False, budgets=(0, budget))
+    preset = replace(LONGSPEC_PRESETS["smollm2"], noise=False, contexts=(0, context))
     plan = Plan((Stage("", 1.0, 2, 20),), minutes=1, steps=1)
     loss = training.SignalLoss(
         model, torch.randn(50, 32), torch.randn(50, 32), signals, preset, plan
@@ -137,17 +137,17 @@ def test_a_budget_shows_what_a_drafter_reads_of_it(monkeypatch: pytest.MonkeyPat
     for row, mask in enumerate(torch.stack(seen, 1), length - 16):
         for each in mask:
             found = each.nonzero().flatten().tolist()
-            limit = 0 if len(found) == row else budget
+            limit = 0 if len(found) == row else context
             assert found == [at for part in streaming(row, limit) for at in part]
             counts[limit] += 1
-    assert counts[0] > counts[budget] > 0  # two of three
-    assert replace(preset, budgets=(64, 128)).budget_weights == pytest.approx(
+    assert counts[0] > counts[context] > 0  # two of three
+    assert replace(preset, contexts=(64, 128)).context_weights == pytest.approx(
         {64: 1 / 3, 128: 1 / 6}
     )
-    with pytest.raises(ValueError, match="trains no KV budgets"):
-        replace(LONGSPEC_PRESETS["cpu"], budgets=(64,))
+    with pytest.raises(ValueError, match="trains no contexts"):
+        replace(LONGSPEC_PRESETS["cpu"], contexts=(64,))
     with pytest.raises(ValueError, match="expected 0 or 8"):
-        replace(preset, budgets=(4,))
+        replace(preset, contexts=(4,))
 
 
 @pytest.mark.parametrize("rows", [7, CHUNK, 2 * CHUNK + 3])

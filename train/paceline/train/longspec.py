@@ -250,9 +250,8 @@ class SignalLoss:
     own, drawn by the weights of the lags (flash noisy training, algorithm 2). A position counts if
     its next token is a drafted one (EAGLE-3 trains likewise).
 
-    With budgets, each token has a KV budget of its own too: it sees the positions before its anchor
-    that `streaming` selects. In the mean this is the loss with all positions plus lambda times the
-    one under budgets (BudgetDraft, equations 4 to 7), for the price of one.
+    With contexts, each token has one of its own too: it sees so many positions before its anchor,
+    as `streaming` selects them.
 
     With anchor-offset indices, the keys behind the first ones are rotated to the new positions. The
     target's distributions stay those of the text without an offset.
@@ -266,9 +265,9 @@ class SignalLoss:
         self._model, self._embedding, self._head = model, vocabulary, model.draft_head(head)
         self._signals, self._preset, self._plan = signals, preset, plan
         self._lags = torch.tensor([preset.lag_decay ** (lag - 1) for lag in preset.trained_lags])
-        budgets = preset.budget_weights
-        self._budgets = torch.tensor([each or model.config.max_position for each in budgets])
-        self._budget_weights = torch.tensor([*budgets.values()])
+        contexts = preset.context_weights
+        self._contexts = torch.tensor([each or model.config.max_position for each in contexts])
+        self._context_weights = torch.tensor([*contexts.values()])
         drafted = torch.zeros(len(vocabulary), dtype=torch.bool)
         drafted[slice(None) if model.d2t is None else model.d2t] = True
         self._counts = drafted[signals.tokens].roll(-1)
@@ -301,10 +300,10 @@ class SignalLoss:
         lags = 1 + drawn.view(rows, -1, 1)
         newest = columns[last, None] - lags
         far_mask = (columns <= newest) & real[:, None]
-        if self._preset.budgets:
-            drawn = torch.multinomial(self._budget_weights, lags.numel(), replacement=True)
-            budgets = self._budgets[drawn].view_as(lags)
-            far_mask &= (columns > newest - budgets + SINKS) | (places < SINKS)[:, None]
+        if self._preset.contexts:
+            drawn = torch.multinomial(self._context_weights, lags.numel(), replacement=True)
+            contexts = self._contexts[drawn].view_as(lags)
+            far_mask &= (columns > newest - contexts + SINKS) | (places < SINKS)[:, None]
         found = forward(
             self._embedding[signals.tokens[indices[:, near]]].float(), positions[:, near],
             near_mask, keys, values, far_mask,
@@ -483,8 +482,8 @@ class LongSpecTrainer(LayerTrainer[LongSpecPreset, LongSpecDrafterModel]):
             else "Without flash noisy training: lag 1 alone."
         )
         start = "The layer begins as a copy of the target's first and last layer.\n"
-        budgets = ", ".join(f"{each:,}" if each else "all" for each in preset.budgets)
-        noise += f"\nKV budgets of {budgets} positions." if budgets else ""
+        contexts = ", ".join(f"{each:,}" if each else "all" for each in preset.contexts)
+        noise += f"\nContexts of {contexts} positions." if contexts else ""
         stages = "\n".join(
             f"| {s.name} | {s.share:.0%} | {s.rows} x {s.length} | {s.rate:g} | "
             f"{'anchor-offset' if s.offset and preset.offset else 'plain'} | "

@@ -118,7 +118,7 @@ class LayerRecipe(Recipe[P]):
     def _of_conversations(self, args: Namespace) -> list[str]:
         """The given arguments that only training on conversations reads."""
         names = {"own_text": "own-text", "start": "from"}
-        names |= {name: name for name in ("signals", "vocabulary", "budgets")}
+        names |= {name: name for name in ("signals", "vocabulary", "contexts")}
         names |= {"max_length": "max-length"}
         found = [f"--{flag}" for name, flag in names.items() if getattr(args, name, None)]
         return [*found, *(["--no-card"] if not args.card else [])]
@@ -126,6 +126,10 @@ class LayerRecipe(Recipe[P]):
     def train(self, args: Namespace, preset: P, corpus: Corpus, run: Run) -> None:
         trainer = self.load_trainer(args.target, preset)
         trainer.train(corpus, run, args.out, args.own_text, args.start)
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
 
 
 def given(**options: Any) -> dict[str, Any]:

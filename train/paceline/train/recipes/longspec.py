@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.train.presets import LayerPreset, Stage
-from paceline.train.recipes.base import LayerRecipe, given
+from paceline.train.recipes.base import LayerRecipe, given, numbers
 
-_MIN_BUDGET = 8  # a chunk; the first four positions are always read
+_MIN_CONTEXT = 8  # a chunk; the first four positions are always read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,16 +31,16 @@ class LongSpecPreset(LayerPreset):
     files: int = 400
     own_texts: int = 1536
     max_length: int = 0  # longer conversations are left out; 0: none. Unit: tokens.
-    # KV budgets of the cross-attention in a run on conversations; 0, or none given: all positions.
-    budgets: tuple[int, ...] = ()
-    # Weight of the loss under budgets relative to that with all positions (BudgetDraft's lambda).
-    sparse_weight: float = 0.5
+    # Numbers of positions that cross-attention reads in a run on conversations, as the drafter's
+    # option `context`; 0, or none given: all positions.
+    contexts: tuple[int, ...] = ()
+    sparse_weight: float = 0.5  # how often few positions are read, relative to all
 
     def __post_init__(self) -> None:
-        if self.budgets and not self.conversations:
-            raise ValueError("this preset trains no KV budgets: give --preset smollm2")
-        if any(0 < each < _MIN_BUDGET for each in self.budgets):
-            raise ValueError(f"budgets are {self.budgets}, expected 0 or {_MIN_BUDGET} and more")
+        if self.contexts and not self.conversations:
+            raise ValueError("this preset trains no contexts: give --preset smollm2")
+        if any(0 < each < _MIN_CONTEXT for each in self.contexts):
+            raise ValueError(f"contexts are {self.contexts}, expected 0 or {_MIN_CONTEXT} and more")
         if not math.isclose(sum(stage.share for stage in self.stages), 1):
             raise ValueError("the shares of the stages must add up to 1")
         if not 1 <= self.lags <= self.levels:
@@ -51,12 +51,12 @@ class LongSpecPreset(LayerPreset):
         return tuple(range(1, self.levels + 1)) if self.noise else (1,)
 
     @property
-    def budget_weights(self) -> dict[int, float]:
-        """How often each budget is drawn; smaller ones more often (BudgetDraft, section 3.4)."""
-        sparse = sorted({each for each in self.budgets if each}, reverse=True)
+    def context_weights(self) -> dict[int, float]:
+        """How often each context is drawn; smaller ones more often."""
+        sparse = sorted({each for each in self.contexts if each}, reverse=True)
         total = sum(range(1, len(sparse) + 1))
         weights = {each: self.sparse_weight * rank / total for rank, each in enumerate(sparse, 1)}
-        return weights if sparse and 0 not in self.budgets else {**weights, 0: 1.0}
+        return weights if sparse and 0 not in self.contexts else {**weights, 0: 1.0}
 
 
 LONGSPEC_PRESETS: dict[str, LongSpecPreset] = {
@@ -108,8 +108,8 @@ class LongSpecRecipe(LayerRecipe[LongSpecPreset]):
             "--no-noise", action="store_true", help="ablation: without flash noisy training"
         )
         parser.add_argument(
-            "--budgets", type=_numbers, metavar="N[,N...]",
-            help="KV budgets that are trained, 0: all positions; for the preset smollm2",
+            "--contexts", type=numbers, metavar="N[,N...]",
+            help="positions of the target that are read, 0: all; for the preset smollm2",
         )  # fmt: skip
         parser.add_argument(
             "--max-length", type=int, metavar="N",
@@ -122,10 +122,6 @@ class LongSpecRecipe(LayerRecipe[LongSpecPreset]):
             "--levels": given(levels=args.levels),
             "--no-offset": {"offset": False} if args.no_offset else {},
             "--no-noise": {"noise": False} if args.no_noise else {},
-            "--budgets": given(budgets=args.budgets),
+            "--contexts": given(contexts=args.contexts),
             "--max-length": given(max_length=args.max_length),
         }
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(map(int, text.split(",")))

@@ -270,6 +270,7 @@ class LmDrafter(Drafter):
     method: ClassVar[str] = "lm"
     label: ClassVar[str] = "small language model"
     cpu_weights: ClassVar[str] = "int8"
+    recipe: ClassVar[str] = "paceline.train.recipes.lm:LmRecipe"
     growth: TreeGrowth
 
     def __init__(self, decoder: Decoder, options: LmOptions, fit: Fit, size: int) -> None:
