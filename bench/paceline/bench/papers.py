@@ -63,11 +63,11 @@ def _context(bench: Bench) -> None:
     target = bench.models.target
     longspec = f"longspec:{bench.shipped}/longspec,target={target}"
     drafters = bench.given({
-        "longspec, 512 positions": f"{longspec},context=512",
-        "longspec, all": f"{longspec},context=0",
+        "longspec-512": f"{longspec},context=512",
+        "longspec-all": f"{longspec},context=0",
         "dspark": f"dspark:{bench.shipped}/dspark,target={target},widths=4,4,2,max_nodes=8",
         "ngram": "ngram",
-        **{f"selfspec, {each}": _selfspec(bench, each, 0.07) for each in kv_policies()},
+        **{f"selfspec-{each}": _selfspec(bench, each, 0.07) for each in kv_policies()},
     })  # fmt: skip
     for length in bench.contexts():
         texts = bench.documents(length)
@@ -131,7 +131,8 @@ async def _serve_users(bench: Bench, specs: Mapping[str, str], users: int) -> Sa
     prompts = bench.prompts()
     groups = [prompts[at : at + users] for at in range(0, len(prompts) - users + 1, users)]
     async with new() as controlled, new(always=True) as always:
-        arms = [(each, mode) for each in (controlled, always) for mode in each.modes]
+        known = {NONE, *specs, *always.modes}  # without local sources there is no other
+        arms = [(e, mode) for e in (controlled, always) for mode in e.modes if mode in known]
         for _, arm in arms:
             found[arm] = found[arm]
         for number, group in enumerate(counted(groups)):
