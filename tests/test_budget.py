@@ -18,7 +18,7 @@ BUDGET = {
     "client": 15_110,
     "train": 5_970,
     "bench": 7_330,
-    "tests": 49_165,
+    "tests": 49_192,
 }  # maximum number of lines
 SLACK = 0.01  # a folder that is smaller than its budget by a larger share lowers it
 _PRODUCT = ("kernels", "services", "client")

@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,12 +14,14 @@ from paceline.bench import experiment as harness
 from paceline.bench import papers
 from paceline.bench.cli import add_arguments
 from paceline.bench.experiment import estimate, figures
-from paceline.bench.papers import EXPERIMENTS, run
+from paceline.bench.papers import EXPERIMENTS, BudgetDrafter, run
 from paceline.bench.replay.run import judge
 from paceline.bench.replay.simulation import Simulation
 from paceline.bench.replay.traces import Replay, Round, Text, Traces
 from paceline.bench.table.engines import Answer, AnswerRequest
+from paceline.drafter.methods.lm import LmDrafter
 from paceline.kernels import AttentionCall, QueryBlock, plan_trees
+from paceline.train.acceptance import record
 
 _DEMO = Path("models/demo")
 _CODE = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n\n\n"
@@ -90,6 +93,30 @@ def test_an_experiment_has_figures_of_every_arm(
     # The same command measures nothing again.
     monkeypatch.setattr(harness, "figures", None)
     assert run(parser.parse_args([str(word) for word in words])) == 0
+
+
+def test_a_document_is_read_once_for_all_contexts_and_budgets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the texts and the drafts of prompts that are read each time."""
+    monkeypatch.setattr(harness, "cache_file", lambda kind, facts: tmp_path / f"{hash(facts)}.json")
+    (texts := tmp_path / "mine.jsonl").write_text(json.dumps({"text": _CODE * 9}))
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    words = f"papers budget --weights int8 --tokens 24 --contexts 80,300 --prompts {texts}"
+    bench = harness.Bench(parser.parse_args([*words.split(), "--output", str(tmp_path / "r.json")]))
+    drafter = BudgetDrafter.of(f"lm:{_DEMO}/lm")
+    for length, text in bench.continued(0).items():
+        alone = record(bench.target, text.tokens[:length], 24)
+        assert text.tokens == alone.tokens
+        for policy, budget in (("chunk_topk", 32), ("streaming", 64), ("chunk_topk", 0)):
+            drafter.under(policy, budget)
+            own = BudgetDrafter.of(f"lm:{_DEMO}/lm")
+            own.under(policy, budget)
+            monkeypatch.setattr(own, "start", partial(LmDrafter.start, own))
+            paths = ([each.tree for each in bench.path(one, text)] for one in (drafter, own))
+            assert next(paths) == next(paths)
+        assert length <= drafter.kv_slots < 2 * length + 512, "of the prompt that was read"
 
 
 @pytest.mark.parametrize("budget", [10, 40, 60, 999])
