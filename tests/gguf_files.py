@@ -23,6 +23,8 @@ ARCHITECTURES = {
     "gemma3_text": "gemma3",
     "qwen3_moe": "qwen3moe",
     "gpt_oss": "gpt-oss",
+    "ministral3": "mistral3",
+    "hunyuan_v1_dense": "hunyuan-dense",
 }  # architectures that are not called as the model type
 
 
@@ -56,7 +58,7 @@ def write_gguf(
             values += 1
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
         part = hf_name.split(".")[-2]
-        if architecture in ("llama", "smollm3", "granite") and part in heads:
+        if architecture in ("llama", "smollm3", "granite", "mistral3") and part in heads:
             values = _interleave(values, config[heads[part]])
         plain = values.ndim < 2 or name.endswith(".bias") or "ffn_gate_inp" in name  # a router
         stored = (kinds or {}).get(name, Kind.F32 if plain else kind)
@@ -135,7 +137,8 @@ def _add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_key_length(width)
     writer.add_value_length(width)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(rope["rope_theta"])
+    alpha = rope.get("alpha", 1.0)
+    writer.add_rope_freq_base(rope["rope_theta"] * alpha ** (width / (width - 2)))
     writer.add_rope_dimension_count(int(width * rope.get("partial_rotary_factor", 1.0)))
     if rope["rope_type"] in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
@@ -164,8 +167,14 @@ def _add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         "attn_logit_softcapping": writer.add_attn_logit_softcapping,
         "final_logit_softcapping": writer.add_final_logit_softcapping,
     }
-    if config["model_type"] in ("gpt_oss", "olmo3", "phi3", "gemma2", "gemma3_text"):
+    if config["model_type"] in ("gpt_oss", "olmo3", "phi3", "gemma2", "gemma3_text", "exaone4"):
         own["sliding_window"] = writer.add_sliding_window
+    if config["model_type"] == "exaone4" and config["sliding_window"]:
+        kinds = config["layer_types"]
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in kinds])
+    if beta := rope.get("llama_4_scaling_beta"):
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(beta)
     for name, add in own.items():
         if config.get(name) is not None:
             add(config[name])

@@ -52,6 +52,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "yarn": ("Qwen3", {"rope_parameters": _YARN}),
     "mistral": ("Mistral", {"sliding_window": 50, "head_dim": 32}),
     "mistral-full": ("Mistral", {"sliding_window": None}),
+    "ministral3": ("Ministral3", {
+        "rope_parameters": _YARN | {
+            "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.25,
+        },
+    }),
+    "seed-oss": ("SeedOss", {"attention_bias": True, "head_dim": 32}),
+    "hunyuan": ("HunYuanDenseV1", {
+        "rope_parameters": {"rope_type": "dynamic", "factor": 1.0, "alpha": 1000.0},
+    }),
+    "ernie": ("Ernie4_5", {"tie_word_embeddings": True}),
+    "ernie-bias": ("Ernie4_5", {"use_bias": True}),
+    "exaone4": ("Exaone4", _SLIDING),
+    "exaone4-full": ("Exaone4", {
+        "sliding_window": None, "layer_types": ["full_attention"] * 2, "rope_parameters": _LLAMA3,
+    }),
     "qwen2": ("Qwen2", {}),
     "qwen2-window": ("Qwen2", {
         "use_sliding_window": True, "sliding_window": 300, "max_window_layers": 1,
@@ -70,6 +85,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("Granite", {
         "embedding_multiplier": 12.0, "attention_multiplier": 0.3125,
         "residual_multiplier": 0.21875, "logits_scaling": 6.0,
+    }),
+    "granite-swa": ("GraniteSWA", {
+        **_SLIDING, "layer_rope_theta": [20000.0, 0], "embedding_multiplier": 12.0,
+        "attention_multiplier": 0.3125, "residual_multiplier": 0.21875, "logits_scaling": 6.0,
     }),
     "olmo2": ("Olmo2", {}),
     "olmo3": ("Olmo3", {**_SLIDING, "rope_parameters": _BY_KIND}),
@@ -96,7 +115,7 @@ def save_model(folder: Path, name: str, *, max_shard_size: str = "50GB", **chang
     rope = options.get("rope_parameters", {})
     if "full_attention" not in rope:
         options["rope_parameters"] = {"rope_theta": 10000.0, "rope_type": "default"} | rope
-    if family in ("Qwen2", "Granite"):
+    if family in ("Qwen2", "Granite", "GraniteSWA"):
         options.pop("head_dim")
     seed = sum(name.encode())
     return make_model(

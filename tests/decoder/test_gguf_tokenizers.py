@@ -28,10 +28,10 @@ PIECES = {
     "default":
         "x| |=| | |123|45|\n\n | |3| it|'|s| IT|'|S| camelCase| ह|ि|न|्|द|ी|,| 日本"
         "語カ|<|b|>|😀|!!|\r\n|\t|end|?| ",
-    "llama3 llama-v3 llama-bpe falcon3 pixtral midm-2.0 dbrx smaug-bpe glm4 chatglm-bpe":
+    "llama3 llama-v3 llama-bpe falcon3 pixtral midm-2.0 lfm2 dbrx smaug-bpe glm4 chatglm-bpe":
         "x| =| | |123|45|\n\n| | |3| it|'s| IT|'S| camelCase| ह|िन|्द|ी,| 日本語カ|<b"
         "|>😀!!\r\n|\tend|?| ",
-    "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez":
+    "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez hunyuan":
         "x| =| | |1|2|3|4|5|\n\n| | |3| it|'s| IT|'S| camelCase| ह|िन|्द|ी,| 日本語カ"
         "|<b|>😀!!\r\n|\tend|?| ",
     "starcoder refact smollm minerva-7b mellum2":
@@ -63,7 +63,13 @@ PIECES = {
     "minicpm5":
         "x| =|  |123|45|\n\n|  |3| it|'s| IT|'S| camelCase| ह|िन|्द|ी,| 日本語カ|<b|>"
         "😀!!\r\n|\tend|?| ",
-    "gpt-2 a.x-4.0 mellum trillion granite-docling":
+    "deepseek-v3 hunyuan-dense":
+        "x| =|  |123|45|\n\n|  |3| it|'s| IT|'S| camelCase| हिन्दी|,| |日本語カ|<b|>"
+        "😀!!\r\n|\tend|?| ",
+    "qwen35":
+        "x| =| | |1|2|3|4|5|\n\n| | |3| it|'s| IT|'S| camelCase| हिन्दी|,| 日本語カ"
+        "|<b|>😀!!\r\n|\tend|?| ",
+    "gpt-2 a.x-4.0 mellum trillion granite-docling exaone4":
         "x| =| | 12345|\n\n | 3| it|'s| IT|'|S| camelCase| ह|ि|न|्|द|ी,| 日本語カ|<|b"
         "|>😀!!|\r\n|\t|end|?| ",
 }  # fmt: skip

@@ -267,7 +267,7 @@ class NativeProgram:
             weights[0] = ctypes.addressof(rule)
         for index, norm in enumerate(op.norms):
             weights[index] = address(norm.weight, "a norm")
-        alike = ("delta", "out", "layer", "window", "rope", "gelu", "factor")
+        alike = ("delta", "out", "layer", "window", "rope", "q_rope", "gelu", "factor")
         return COperation(
             kind=CODES[op.kind.name],
             in_=op.source,
@@ -284,6 +284,7 @@ class NativeProgram:
             among=op.routing is not None and op.routing.among,
             weight=weights[0],
             second=weights[1],
+            factors=None if op.factors is None else address(op.factors, "factors of queries"),
             eps=op.norms[0].eps if op.norms else 0.0,
             limit=op.limit,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -95,7 +96,13 @@ def _rotate(run: OneByOne, op: Operation) -> Tensor:
     assert op.heads is not None
     unscaled = op.heads.kv_heads > 0 and not whole_norms(op)  # its kernel takes integers
     x = run.buffers[op.source] if unscaled else run.scaled(op.source)
-    q = _rotated(run, op, x)
+    if op.q_rope != op.rope:  # the kernels have one table for both: keys are written twice
+        q = _rotated(run, replace(op, rope=op.q_rope), x)
+        _rotated(run, op, x)
+    else:
+        q = _rotated(run, op, x)
+    if op.factors is not None:
+        q = q * op.factors
     if op.layer in run.call.queries:
         rows = send(torch.tensor(run.call.queries[op.layer]), q.device)
         run.queries[op.layer] = q.index_select(0, rows)

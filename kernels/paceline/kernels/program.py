@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum, auto
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -136,7 +136,9 @@ class Operation:
     # Heads that ROTATE reads; none of one kind: they are not in its source.
     heads: Heads | None = None
     matrix: Matrix | None = None  # the linear layer of MULTIPLY
-    rope: int = 0  # which table of the run ROTATE uses
+    rope: int = 0  # which table of the run ROTATE uses for keys
+    q_rope: int = 0  # which one for queries
+    factors: Tensor | None = None  # on rotated queries, float32 `[dim]`, of ROTATE; None: none
     # Factor on the delta of ADD_NORM and ADD, on the rows of EMBED; the cap of CAP.
     factor: float = 1.0
     gelu: bool = False  # whether the activation of GATE is GELU (its form with tanh), not SiLU
@@ -273,10 +275,21 @@ class Recorder:
         extent = Extent(max(self._buffers[x].extent, Extent.SLICE))
         return self._add(Kind.MULTIPLY, matrix.out_features, extent, source=x, matrix=matrix)
 
-    def rotate(self, heads: int, norms: tuple[Norm, Norm] | None, layer: int, rope: int = 0) -> int:
-        """Queries, keys and values: queries after RoPE by one of the run's tables; keys and values
-        go to the caches."""
-        return self._rotate(heads, norms, layer, self._heads, rope)
+    def rotate(
+        self,
+        heads: int,
+        norms: tuple[Norm, Norm] | None,
+        layer: int,
+        rope: int = 0,
+        q_rope: int | None = None,
+        factors: Tensor | None = None,
+    ) -> int:
+        """Queries, keys and values: queries after RoPE by one of the run's tables (``q_rope``, or
+        that of keys), times factors; keys and values go to the caches."""
+        q_rope = rope if q_rope is None else q_rope
+        return self._rotate(
+            heads, norms, layer, self._heads, rope=rope, q_rope=q_rope, factors=factors
+        )
 
     def rotate_queries(self, heads: int) -> int:
         """Queries alone."""
@@ -380,13 +393,13 @@ class Recorder:
         return out
 
     def _rotate(
-        self, source: int, norms: tuple[Norm, Norm] | None, layer: int, heads: Heads, rope: int = 0
+        self, source: int, norms: tuple[Norm, Norm] | None, layer: int, heads: Heads, **more: Any
     ) -> int:
         self._layers = max(self._layers, layer + 1)
         width = heads.q_heads * heads.dim
         return self._add(
             Kind.ROTATE, width, Extent.SLICE, source=source, norms=norms or (), layer=layer,
-            heads=heads, rope=rope,
+            heads=heads, **more,
         )  # fmt: skip
 
     def _attend(

@@ -307,15 +307,17 @@ static void rotate_heads(const State *s, const Operation *o, int64_t row) {
   const Program *p = s->program;
   const Run *r = s->run;
   const int64_t at = s->first + row, of = s->sequence[at];
+  const float *rows = r->table + r->position[at] * p->dim;
   const Heads heads = {.q_heads = o->q_heads,
                        .kv_heads = o->kv_heads,
                        .dim = p->dim,
                        .q_weight = o->weight,
                        .k_weight = o->second,
+                       .q_factors = o->factors,
                        .whole = (int)o->whole,
                        .eps = (float)o->eps};
   rotate_row(&heads, rows_of(s, o->in) + row * p->buffer[o->in].width,
-             r->table + (o->rope * r->table_rows + r->position[at]) * p->dim,
+             rows + o->q_rope * r->table_rows * p->dim, rows + o->rope * r->table_rows * p->dim,
              rows_of(s, o->out) + row * p->buffer[o->out].width, s->keys + of, s->values + of,
              s->slot[at], (int)r->kv_type);
 }

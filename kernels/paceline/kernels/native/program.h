@@ -39,8 +39,9 @@ enum {
  * - MULTIPLY: out = in times the Matrix `weight`; over slots, each times that of its expert among
  *   `weight` [experts].
  * - ROTATE: out = rotated queries of the heads in `in`; their keys and values go to the caches of
- *   `layer`; there may be queries alone, or keys and values alone. `rope`: which of the tables;
- *   `whole`: the norms are over all queries and all keys together.
+ *   `layer`; there may be queries alone, or keys and values alone. `rope`, `q_rope`: which of the
+ *   tables for keys, for queries; `whole`: the norms are over all queries and all keys together;
+ *   `factors`: on rotated queries [dim], or null.
  * - ATTEND: out = attention of the queries in `in` over the caches of `layer`, with the sinks
  *   `weight` or without.
  * - ATTEND_CONTEXT: the same over the contexts, where all rows of a block attend to the same keys.
@@ -58,14 +59,15 @@ enum {
  * as long, by `weight` and the weights of convolution `layer` in `delta`; see rows.h. */
 typedef struct {
   int64_t kind, in, delta, out, layer;
-  int64_t window;            /* of attention; 0: none; rows of CONVOLVE */
-  int64_t q_heads, kv_heads; /* of `in` of ROTATE */
-  int64_t bf16;              /* type of the table of EMBED */
-  int64_t rope, whole;       /* of ROTATE */
-  int64_t gelu;              /* of GATE */
-  int64_t experts, among;    /* of ROUTE; matrices of MULTIPLY over slots, else 0 */
+  int64_t window;              /* of attention; 0: none; rows of CONVOLVE */
+  int64_t q_heads, kv_heads;   /* of `in` of ROTATE */
+  int64_t bf16;                /* type of the table of EMBED */
+  int64_t rope, q_rope, whole; /* of ROTATE */
+  int64_t gelu;                /* of GATE */
+  int64_t experts, among;      /* of ROUTE; matrices of MULTIPLY over slots, else 0 */
   const void *weight,
-      *second; /* second: norm of keys for ROTATE, whose `weight` is that of queries */
+      *second;         /* second: norm of keys for ROTATE, whose `weight` is that of queries */
+  const void *factors; /* of ROTATE */
   double eps, factor, limit; /* limit: of GATE; 0: none */
 } Operation;
 

@@ -80,10 +80,10 @@ INLINE void convolve_row(const float *x, const float *base, const float *own, in
 }
 
 /* Heads of a model, and the norms of single queries and keys, or of all together if `whole`
- * (weights null: none). */
+ * (weights null: none); factors on rotated queries [dim], null: none. */
 typedef struct {
   int64_t q_heads, kv_heads, dim;
-  const float *q_weight, *k_weight;
+  const float *q_weight, *k_weight, *q_factors;
   int whole;
   float eps;
 } Heads;
@@ -105,9 +105,9 @@ INLINE void rotate(const float *from, const float *weight, float eps, const floa
 }
 
 /* heads [(Hq + 2 Hkv) D] -> rotated queries q [Hq, D]; the rotated keys and the values to `slot` of
- * the caches. table: as for rotate(). Whole norms are taken in place. */
-INLINE void rotate_row(const Heads *p, float *heads, const float *table, float *q, const Cache *k,
-                       const Cache *v, int64_t slot, int kv_type) {
+ * the caches. Tables of queries and of keys: as for rotate(). Whole norms are taken in place. */
+INLINE void rotate_row(const Heads *p, float *heads, const float *q_table, const float *table,
+                       float *q, const Cache *k, const Cache *v, int64_t slot, int kv_type) {
   const int64_t dim = p->dim, queries = p->q_heads * dim;
   const float *q_weight = p->whole ? NULL : p->q_weight, *k_weight = p->whole ? NULL : p->k_weight;
   float x[MAX_DIM];
@@ -118,7 +118,10 @@ INLINE void rotate_row(const Heads *p, float *heads, const float *table, float *
     normalise(heads + queries, p->k_weight, p->kv_heads * dim, p->eps, heads + queries);
   }
   for (int64_t h = 0; h < p->q_heads; h++)
-    rotate(heads + h * dim, q_weight, p->eps, table, dim, x, q, h * dim, 0);
+    rotate(heads + h * dim, q_weight, p->eps, q_table, dim, x, q, h * dim, 0);
+  for (int64_t h = 0; p->q_factors && h < p->q_heads; h++)
+    for (int64_t i = 0; i < dim; i += LANES)
+      store_f32(q + h * dim + i, load_f32(q + h * dim + i) * load_f32(p->q_factors + i));
   for (int64_t h = 0; h < p->kv_heads; h++) {
     const float *key = heads + (p->q_heads + h) * dim, *value = key + p->kv_heads * dim;
     const int64_t key_at = h * k->head_stride + slot * k->slot_stride;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,13 +38,16 @@ def decoder_config(
             f"weights are {requested!r}, expected one of {', '.join(WEIGHTS)}"
         )
     _refuse_unsupported(hf)
-    family, attention_bias = FAMILIES[hf.model_type], bool(getattr(hf, "attention_bias", False))
+    family = FAMILIES[hf.model_type]
     inv_freq, rope_scaling = rope_frequencies(hf)
     windows = _windows(hf, family)
     try:
         switches = family.switches(hf)
     except ValueError as error:
         raise UnsupportedModelError(str(error)) from error
+    if thetas := getattr(hf, "layer_rope_theta", None):
+        inv_freq, rest = _frequencies_by_layer(hf, thetas)
+        switches |= rest
     if family.local_rope:
         local, _ = rope_frequencies(hf, "sliding_attention")
         ropes = tuple(int(window is not None) for window in windows)
@@ -58,6 +62,10 @@ def decoder_config(
             )
         short, _ = rope_frequencies(hf, context=original)
         switches |= {"rope_short": tuple(short.tolist()), "rope_short_context": original}
+
+    def biased(field: bool | str) -> bool:
+        return bool(getattr(hf, field, False)) if isinstance(field, str) else field
+
     dtype = _dtype(hf, requested)
     own = stored or _quantisation(hf) or str(dtype).removeprefix("torch.")
     return DecoderConfig(
@@ -74,12 +82,10 @@ def decoder_config(
         rope_inv_freq=tuple(inv_freq.tolist()),
         rope_scaling=rope_scaling,
         windows=windows,
-        qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
-        o_bias=attention_bias if family.o_bias is None else family.o_bias,
-        mlp_bias=bool(getattr(hf, "mlp_bias", False))
-        if family.mlp_bias is None
-        else family.mlp_bias,
-        qk_norm=bool(family.qk_norm),
+        qkv_bias=biased(family.qkv_bias),
+        o_bias=biased(family.o_bias),
+        mlp_bias=biased(family.mlp_bias),
+        qk_norm=bool(family.qk_norm) and getattr(hf, "use_qk_norm", True),
         tied=bool(hf.tie_word_embeddings),
         eos_token_ids=eos_token_ids,
         bos_token_id=hf.bos_token_id,
@@ -166,9 +172,34 @@ def _activation(hf: Any) -> str:
 
 
 def rope_parameters(hf: Any, layers: str = "full_attention") -> dict[str, Any]:
-    """``rope_parameters`` of a transformers config, of one kind of layers if there are several."""
-    found = hf.rope_parameters
-    return dict(found.get(layers, found))
+    """``rope_parameters`` of a transformers config, of one kind of layers if there are several.
+    Hunyuan's "dynamic" ones with a fixed `alpha` are default ones with a larger base."""
+    found = dict(hf.rope_parameters.get(layers, hf.rope_parameters))
+    if found.get("rope_type") == "dynamic" and (alpha := found.pop("alpha", None)):
+        width = _head_dim(hf)
+        theta = found["rope_theta"] * float(alpha) ** (width / (width - 2))
+        found |= {"rope_type": "default", "rope_theta": theta}
+    return found
+
+
+def _frequencies_by_layer(hf: Any, thetas: Sequence[float]) -> tuple[Tensor, dict[str, Any]]:
+    """Inverse frequencies of the largest base, and the switches for layers with another one; base
+    0: none."""
+    first, *others = sorted(set(thetas), reverse=True)
+    scaled = rope_parameters(hf).get("rope_type", "default") != "default"
+    if len(thetas) != hf.num_hidden_layers or len(others) > 1 or first <= 0 or scaled:
+        raise UnsupportedModelError(
+            f"layer_rope_theta is {list(thetas)} with rope parameters {rope_parameters(hf)}; "
+            f"expected one or two bases for {hf.num_hidden_layers} layers, and no scaling"
+        )
+    width = _rotary_width(hf)
+    exponents = torch.arange(0, width, 2, dtype=torch.float64) / width
+    found = (1.0 / float(first) ** exponents).float()
+    if not others:
+        return found, {}
+    local = (1.0 / float(others[0]) ** exponents).float().tolist() if others[0] else [0.0]
+    ropes = tuple(int(theta != first) for theta in thetas)
+    return found, {"ropes": ropes, "rope_local": tuple(local)}
 
 
 def check_rope(hf: Any, *, partial: bool = True) -> None:

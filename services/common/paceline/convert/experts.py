@@ -13,8 +13,10 @@ from paceline.decoder.config import UnsupportedModelError
 from paceline.kernels import MAX_EXPERTS
 from paceline.kernels.quantised import check_finite, mxfp4
 
-# Name fragments of folders with mixtures of experts, and the names that are used here.
+# Name fragments of folders of some families, and the names that are used here.
 _NAMES = {
+    ".query_layernorm.": ".q_norm.",
+    ".key_layernorm.": ".k_norm.",
     ".block_sparse_moe.": ".mlp.",
     ".mlp.gate.": ".mlp.router.",
     ".w1.": ".gate_proj.",

@@ -69,12 +69,13 @@ class Family:
 
     model: str  # prefix of the family's classes in transformers
     reads_as: str = ""  # model type that is read instead, where transformers does not know this one
-    # Whether these projections have a bias; None: the config's `attention_bias` or `mlp_bias`.
-    qkv_bias: bool | None = None
-    o_bias: bool | None = None
-    mlp_bias: bool | None = None
-    # Queries and keys are RMS-normalised before RoPE: each head, all of a row together, or none.
-    qk_norm: Literal["", "heads", "rows"] = ""
+    # Whether these projections have a bias, or the config's field that says it.
+    qkv_bias: bool | str = "attention_bias"
+    o_bias: bool | str = "attention_bias"
+    mlp_bias: bool | str = "mlp_bias"
+    # Queries and keys are RMS-normalised before RoPE: each head, all of a row together, or none;
+    # "after": each head behind RoPE.
+    qk_norm: Literal["", "heads", "rows", "after"] = ""
     # Type of every layer; None: the config's `layer_types`. "sliding" applies where the config has
     # a `sliding_window`.
     layer_types: Literal["full", "sliding"] | None = None
@@ -133,7 +134,7 @@ class Family:
                 yield f"{name}.bias", (*many, outs)
         for name in filter(None, self.norms):
             yield f"{name}.weight", (hidden,)
-        if self.qk_norm:
+        if of.qk_norm:  # also of a family whose published models have none
             whole = self.qk_norm == "rows"
             yield "self_attn.q_norm.weight", (q if whole else dim,)
             yield "self_attn.k_norm.weight", (kv if whole else dim,)
@@ -156,6 +157,26 @@ def _without_rope(hf: Any) -> dict[str, Any]:
     if all(used):
         return {}
     return {"ropes": tuple(int(not each) for each in used), "rope_local": (0.0,)}
+
+
+def _without_global_rope(hf: Any) -> dict[str, Any]:
+    """Only sliding layers have a rotary embedding, where there are any."""
+    if not hf.sliding_window:
+        return {}
+    full = (kind == "full_attention" for kind in hf.layer_types)
+    return {"ropes": tuple(map(int, full)), "rope_local": (0.0,)}
+
+
+def _scaled_queries(hf: Any) -> dict[str, Any]:
+    found = hf.rope_parameters
+    beta = float(found.get("llama_4_scaling_beta") or 0.0)
+    context = found.get("original_max_position_embeddings", 0)
+    if beta and not (isinstance(context, int) and context > 0):
+        raise ValueError(
+            f"original_max_position_embeddings is {context!r} with llama_4_scaling_beta, expected "
+            "a number above 0"
+        )
+    return {"query_scale_beta": beta, "query_scale_context": context if beta else 0}
 
 
 def _granite(hf: Any) -> dict[str, Any]:
@@ -207,6 +228,17 @@ def _phi3_gguf(values: Any) -> dict[str, Any]:
     return found if context is None else found | {"original_max_position_embeddings": context}
 
 
+def _exaone_gguf(values: Any) -> dict[str, Any]:
+    if values.get("attention.sliding_window") is None:
+        return {"sliding_window": None, "layer_types": ["full_attention"] * values.layers}
+    sliding = values.numbers("attention.sliding_window_pattern")
+    kinds = ("full_attention", "sliding_attention")
+    return {
+        "sliding_window": values.count("attention.sliding_window"),
+        "layer_types": [kinds[bool(each)] for each in sliding],
+    }
+
+
 def _experts_gguf(values: Any) -> dict[str, Any]:
     count = values.count("expert_count")
     return {
@@ -246,6 +278,32 @@ _OLMO = Family(
 FAMILIES = {
     "llama": Family(model="Llama", layer_types="full", gguf="llama", gguf_rows=True),
     "mistral": Family(model="Mistral", layer_types="sliding"),
+    "ministral3": Family(
+        model="Ministral3",
+        layer_types="sliding",
+        switches=_scaled_queries,
+        gguf="mistral3",
+        gguf_rows=True,
+    ),
+    "seed_oss": Family(
+        model="SeedOss",
+        o_bias="attention_out_bias",
+        layer_types="full",
+        gguf="seed_oss",
+        gguf_names={"post_attention_layernorm": "post_attention_norm"},
+    ),
+    "hunyuan_v1_dense": Family(
+        model="HunYuanDenseV1", layer_types="full", qk_norm="after", gguf="hunyuan-dense"
+    ),
+    "ernie4_5": Family(
+        model="Ernie4_5",
+        qkv_bias="use_bias",
+        o_bias="use_bias",
+        mlp_bias="use_bias",
+        layer_types="full",
+        neighbours=True,
+        gguf="ernie4_5",
+    ),
     "qwen2": _QWEN2,
     "mimo": replace(_QWEN2, reads_as="qwen2", gguf=""),
     "qwen3": Family(model="Qwen3", qk_norm="heads", gguf="qwen3"),
@@ -295,6 +353,16 @@ FAMILIES = {
         gguf="granite",
         gguf_rows=True,
         gguf_values=_granite_gguf,
+    ),
+    "granite_swa": Family(model="GraniteSWA", sinks=True, switches=_granite),
+    "exaone4": replace(
+        _OLMO,
+        model="Exaone4",
+        qk_norm="heads",
+        layer_types=None,
+        switches=_without_global_rope,
+        gguf="exaone4",
+        gguf_values=_exaone_gguf,
     ),
     "olmo2": _OLMO,
     "olmo3": replace(
@@ -360,7 +428,4 @@ def layer_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
             found |= {expert_name(name, expert): shape[1:] for expert in range(config.experts)}
         else:
             found[name] = shape
-    if config.qk_norm:  # also of a family whose published models have none
-        for name in ("self_attn.q_norm.weight", "self_attn.k_norm.weight"):
-            found.setdefault(name, (config.head_dim,))
     return found

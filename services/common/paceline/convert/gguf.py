@@ -20,7 +20,14 @@ from torch import Tensor
 from paceline.convert.config import decoder_config, rope_frequencies
 from paceline.convert.families import FAMILIES, GGUF_NAMES, expert_name
 from paceline.convert.folder_files import part_paths
-from paceline.convert.gguf_file import GgufFile, check_format, converts, decode, read_gguf
+from paceline.convert.gguf_file import (
+    GgufArray,
+    GgufFile,
+    check_format,
+    converts,
+    decode,
+    read_gguf,
+)
 from paceline.convert.gguf_tokenizer import GgufTokenizer
 from paceline.convert.model_source import ModelSource, file_facts
 from paceline.convert.weights import Tensors, Weight, fingerprint_files, in_order, plain
@@ -87,11 +94,16 @@ class Metadata:
         self.vocab_size = tensors[EMBEDDING].shape[0]
         if self.layers > len(tensors):
             raise self._error(f"{self.layers} layers in {len(tensors)} tensors")
-        self.attention_bias = "blk.0.attn_q.bias" in tensors
-        family, self.mlp_bias = self.family, "blk.0.ffn_gate.bias" in tensors
-        self.qkv_bias = self.attention_bias if family.qkv_bias is None else family.qkv_bias
-        self.o_bias = self.attention_bias if family.o_bias is None else family.o_bias
-        self.mlp_bias = self.mlp_bias if family.mlp_bias is None else family.mlp_bias
+        self.biases: dict[str, bool] = {}  # fields of the transformers config, by the tensors
+        self.qkv_bias = self._bias(self.family.qkv_bias, "attn_q")
+        self.o_bias = self._bias(self.family.o_bias, "attn_output")
+        self.mlp_bias = self._bias(self.family.mlp_bias, "ffn_gate")
+        self.qk_norm = bool(self.family.qk_norm)
+
+    def _bias(self, field: bool | str, part: str) -> bool:
+        if isinstance(field, bool):
+            return field
+        return self.biases.setdefault(field, f"blk.0.{part}.bias" in self._file.tensors)
 
     def _model_type(self) -> str:
         """The family; a file of OLMo 3 has the architecture of OLMo 2, Mixtral that of Llama."""
@@ -122,6 +134,15 @@ class Metadata:
                 f"{self.architecture}.{key} is {found!r}, expected a number from 1 to {_MAX_NUMBER}"
             )
         return found
+
+    def numbers(self, key: str) -> list[float]:
+        """An array of numbers, one a layer."""
+        found = self.get(key)
+        if not isinstance(found, GgufArray) or not found.scalars or found.count != self.layers:
+            raise self._error(
+                f"{self.architecture}.{key} is {found!r}, expected {self.layers} numbers"
+            )
+        return list(found.numbers())
 
     def real(self, key: str, default: float | None = None) -> float:
         """A finite number above 0."""
@@ -184,12 +205,11 @@ class GgufModel(ModelSource):
             rms_norm_eps=values.real("attention.layer_norm_rms_epsilon"),
             rope_parameters=self._rope_parameters(),
             tie_word_embeddings=_HEAD not in self._file.tensors,
-            attention_bias=values.attention_bias,
-            mlp_bias=values.mlp_bias,
             bos_token_id=self._tokenizer.added_bos,
             eos_token_id=self._tokenizer.eos,
             pad_token_id=None,
             dtype=self._dtype(),
+            **values.biases,
             **values.family.gguf_values(values),
         )
         if _ROPE_FACTORS in self._file.tensors:
@@ -346,6 +366,10 @@ class GgufModel(ModelSource):
             found["original_max_position_embeddings"] = context
             if values.model_type == "gpt_oss":
                 found["truncate"] = False  # as in all models of this type
+            if values.model_type == "ministral3":
+                found["mscale"] = values.real("rope.scaling.yarn_log_multiplier", 1.0)
+                found["mscale_all_dim"] = found["mscale"]
+                found["llama_4_scaling_beta"] = values.real("attention.temperature_scale")
         return found
 
     def _check_rope_factors(self, config: Any) -> None:

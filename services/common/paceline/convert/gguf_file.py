@@ -99,9 +99,14 @@ class GgufArray:
                 raise ValueError(f"{self.key}[{index}] is not UTF-8: {error}") from error
         return found
 
+    @property
+    def scalars(self) -> bool:
+        """Whether its values are numbers."""
+        return self.kind in _SCALARS
+
     def numbers(self) -> list[int] | list[float]:
         """Its values. Raises ``ValueError``: they are no numbers."""
-        if self.kind not in _SCALARS:
+        if not self.scalars:
             raise ValueError(f"{self.key} is an array of {self.kind.name}, expected numbers")
         found: list[int] | list[float] = np.frombuffer(self.data, _SCALARS[self.kind]).tolist()
         return found

@@ -40,13 +40,16 @@ _SLASH = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
 _THREE = rf"\p{{N}}{{1,3}}|{_SLASH}|{_SPACES}"
 
 _ALIKE = {
-    "gpt2": "gpt-2 a.x-4.0 mellum trillion granite-docling",
-    "llama3": "llama-v3 llama-bpe falcon3 pixtral midm-2.0 dbrx smaug-bpe glm4 chatglm-bpe",
-    "qwen2": "deepseek-r1-qwen kormo f2llmv2 megrez",
+    "gpt2": "gpt-2 a.x-4.0 mellum trillion granite-docling exaone4",
+    "llama3": "llama-v3 llama-bpe falcon3 pixtral midm-2.0 lfm2 dbrx smaug-bpe glm4 chatglm-bpe",
+    "qwen2": "deepseek-r1-qwen kormo f2llmv2 megrez hunyuan",
+    "deepseek-v3": "hunyuan-dense",
     "starcoder": "refact smollm minerva-7b mellum2",
 }
 
-_LLAMA3_NAMES = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0"})
+_LLAMA3_NAMES = frozenset(
+    {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0", "lfm2"}
+)
 
 # Names whose vocabulary decides before the merges: a word that is a token is that token.
 _IGNORE_MERGES = _LLAMA3_NAMES | {"tekken", "minicpm5"}
@@ -120,6 +123,15 @@ _RULES: Mapping[str, Sequence[str]] = {
         r"\s+$", _HAN, r"\p{N}+",
     ),
     "deepseek-coder": ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN, r"\p{N}"),
+    "deepseek-v3": (
+        r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+",
+        r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+        rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}",
+    ),
+    "qwen35": (
+        rf"{_TICKS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+        rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}",
+    ),
     "viking": (" ?[^(\\s|.,!?…。，、।۔،)]+", r"\p{N}"),
     "tekken": (_cased(_LATIN, "", rf"\p{{N}}|{_SLASH}|{_SPACES}"),),
     "gpt-4o": (_cased(_LATIN, f"{_TICKS}?", _THREE),),

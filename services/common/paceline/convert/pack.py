@@ -97,9 +97,16 @@ class Packer:
             if config.qk_norm:
                 widths = (q, kv) if family.qk_norm == "rows" else (dim, dim)
                 order = head_order(config)
-                for name, width in zip(("q_norm", "k_norm"), widths, strict=True):
-                    norm = self._norm(f"{base}self_attn.{name}", width)
-                    parts[name] = norm if order is None else norm[order]
+                q_norm, k_norm = (
+                    self._norm(f"{base}self_attn.{name}", width)[... if order is None else order]
+                    for name, width in zip(("q_norm", "k_norm"), widths, strict=True)
+                )
+                if family.qk_norm == "after":
+                    # A rotation keeps lengths, so the norms may be taken before it; their weights
+                    # are in the scores alone, and all go to the queries.
+                    parts["q_factors"] = q_norm * k_norm
+                    q_norm = k_norm = torch.ones_like(q_norm)
+                parts |= {"q_norm": q_norm, "k_norm": k_norm}
             names = [f"self_attn.{name}" for name in family.qkv]
             outs = (q * (1 + config.gated), kv, kv)
             add("qkv", names, outs, hidden, config.qkv_bias, _rows_in_order(config))

@@ -77,7 +77,7 @@ class ModelFolder(ModelSource):
                 str(self.path), trust_remote_code=False, local_files_only=True
             )
             # Models for texts and images have a configuration of each.
-            return found.text_config if model_type in ("gemma3", "qwen3_5") else found
+            return getattr(found, "text_config", None) or found
         except Exception as error:  # its strict classes raise errors that are no ValueError
             raise UnsupportedModelError(
                 f"cannot read {self.path}/config.json: {one_line(error)}"

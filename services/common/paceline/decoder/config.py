@@ -72,6 +72,9 @@ class DecoderConfig:
     # Inverse frequencies of "longrope" for contexts up to `rope_short_context`.
     rope_short: tuple[float, ...] = ()
     rope_short_context: int = 0  # longest context of `rope_short`; 0: there are no such frequencies
+    # Queries at position p are multiplied by 1 + beta log(1 + floor(p / context)); beta 0: by 1.
+    query_scale_beta: float = 0.0
+    query_scale_context: int = 0
     norm_offset: float = 0.0  # added to the weight of every norm
     # Whether the feed-forward activation is GELU (in its form with tanh), not SiLU.
     gelu: bool = False
@@ -170,7 +173,7 @@ class RopeShape(Protocol):
 
 
 class Rope:
-    """The table of a model, or two tables, extended on demand.
+    """The table of a model, or several, extended on demand.
 
     Angles are float32 as in transformers. Their cosines are taken in float64 and then rounded, so
     that processors with different float32 functions have the same table.
@@ -186,12 +189,14 @@ class Rope:
             self._scaling = torch.stack([self._scaling, torch.ones_like(self._scaling)])[:, None]
             self._inv_freq = self._inv_freq[:, None]
         self._max_position = config.max_position
+        self._beta = getattr(config, "query_scale_beta", 0.0)
+        self._context = getattr(config, "query_scale_context", 0)
         self._table = self._rows(min(_FIRST_ROWS, config.max_position))
 
     def table(self, longest: int) -> Tensor:
         """float32 ``[positions, D]`` up to at least position ``longest``: cosines, then sines.
 
-        Two tables are ``[2, positions, D]``.
+        Several tables are ``[kinds, positions, D]``; that of scaled queries is the last.
         """
         if longest >= self._table.shape[-2]:
             doubled = min(1 << (longest + 1).bit_length(), self._max_position)
@@ -201,4 +206,9 @@ class Rope:
     def _rows(self, count: int) -> Tensor:
         positions = torch.arange(count, dtype=torch.float32, device=self._inv_freq.device)
         angles = (positions[:, None] * self._inv_freq).double()
-        return torch.cat([angles.cos(), angles.sin()], dim=-1).mul_(self._scaling).float()
+        table = torch.cat([angles.cos(), angles.sin()], dim=-1).mul_(self._scaling)
+        if self._beta:
+            table = table.view(-1, *table.shape[-2:])
+            scale = 1 + self._beta * torch.log1p((positions // self._context).double())
+            table = torch.cat([table, table[:1] * scale[:, None]])
+        return table.float()

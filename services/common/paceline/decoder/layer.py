@@ -25,6 +25,7 @@ class DecoderLayer:
     qkv: Linear  # with gates of attention, if there are any; or the inputs of `delta`
     delta: Delta | None
     head_norms: tuple[Norm, Norm] | None  # of queries, of keys
+    q_factors: Tensor | None  # on rotated queries, float32 `[head_dim]`
     sinks: Tensor | None
     out: Linear
     router: Linear | None  # scores of experts, if there are any
@@ -63,14 +64,20 @@ def record_entry(
 
 
 def record_heads(
-    program: Recorder, layer: DecoderLayer, inputs: int, cache: int, rope: int = 0
+    program: Recorder,
+    layer: DecoderLayer,
+    inputs: int,
+    cache: int,
+    rope: int = 0,
+    q_rope: int | None = None,
 ) -> tuple[int, int]:
     """Record projections and rotation of a layer's attention, which write its keys and values.
 
     ``inputs`` have its first norm. Returns the queries, and all projections.
     """
     mixed = program.multiply(inputs, layer.qkv)
-    return program.rotate(mixed, layer.head_norms, cache, rope), mixed
+    q = program.rotate(mixed, layer.head_norms, cache, rope, q_rope, layer.q_factors)
+    return q, mixed
 
 
 def record_layer(
@@ -107,7 +114,8 @@ def record_layer(
         mixed = program.multiply(inputs, layer.qkv)
         attended = program.delta(mixed, layer.delta, cache)
     else:
-        q, mixed = record_heads(program, layer, inputs, cache, rope)
+        scaled = (2 if config.rope_local else 1) if config.query_scale_beta else None
+        q, mixed = record_heads(program, layer, inputs, cache, rope, scaled)
         attended = program.attend(q, cache, window, layer.sinks)
         if config.gated:
             program.sigmoid_gate(attended, mixed)
@@ -164,6 +172,7 @@ def build_layer(config: DecoderConfig, parts: Mapping[str, Part]) -> DecoderLaye
         qkv=linear("qkv"),
         delta=delta,
         head_norms=None if q_norm is None or k_norm is None else (q_norm, k_norm),
+        q_factors=tensor("q_factors"),
         sinks=tensor("sinks"),
         out=linear("out"),
         router=linear("router") if "router" in parts else None,
