@@ -25,6 +25,8 @@ ARCHITECTURES = {
     "gpt_oss": "gpt-oss",
     "ministral3": "mistral3",
     "hunyuan_v1_dense": "hunyuan-dense",
+    "ernie4_5_moe": "ernie4_5-moe",
+    "glm4_moe": "glm4moe",
 }  # architectures that are not called as the model type
 
 
@@ -47,13 +49,12 @@ def write_gguf(
     _add_config(writer, config)
     if (folder / "tokenizer.json").is_file():
         _add_tokenizer(writer, folder)
-    names = gguf.get_tensor_name_map(
-        gguf.MODEL_ARCH[architecture.upper().replace("-", "_")], config["num_hidden_layers"]
-    )
+    number = next(each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
     for hf_name, tensor in _stacked(load_file(folder / "model.safetensors")).items():
         name = names.get_name(hf_name, (".weight", ".bias"))
         assert name is not None, hf_name
-        values = tensor.float().numpy()
+        values = tensor.float().squeeze().numpy()
         if architecture.startswith("gemma") and values.ndim == 1:
             values += 1
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
@@ -150,10 +151,16 @@ def _add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         ratio = config["max_position_embeddings"] / original
         writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(ratio) / math.log(original)))
         writer.add_rope_scaling_orig_ctx_len(original)
-    experts = config.get("num_local_experts") or config.get("num_experts")
+    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    experts = next(filter(None, map(config.get, names)), None)
     if experts:
         writer.add_expert_count(experts)
-        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_used_count(config.get("num_experts_per_tok") or config["moe_k"])
+        if dense := config.get("first_k_dense_replace") or config.get("moe_layer_start_index"):
+            writer.add_leading_dense_block_count(dense)
+        if "routed_scaling_factor" in config:
+            writer.add_expert_weights_scale(config["routed_scaling_factor"])
+            writer.add_expert_weights_norm(config["norm_topk_prob"])
         if wide := config.get("moe_intermediate_size"):
             writer.add_expert_feed_forward_length(wide)
     local = config["rope_parameters"].get("sliding_attention")

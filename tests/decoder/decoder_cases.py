@@ -41,6 +41,11 @@ _LONG = {
     "short_factor": [1.0 + i / 8 for i in range(6)], "long_factor": [2.0 + i for i in range(6)],
     "original_max_position_embeddings": 64,
 }  # fmt: skip
+_GLM_MOE = {
+    "num_hidden_layers": 3, "first_k_dense_replace": 1, "n_routed_experts": 5,
+    "num_experts_per_tok": 2, "n_shared_experts": 2, "moe_intermediate_size": 64,
+    "routed_scaling_factor": 1.5, "rope_parameters": {"partial_rotary_factor": 0.5},
+}  # fmt: skip
 _SLIDING = {"sliding_window": 40, "layer_types": _KINDS}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -63,6 +68,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     }),
     "ernie": ("Ernie4_5", {"tie_word_embeddings": True}),
     "ernie-bias": ("Ernie4_5", {"use_bias": True}),
+    "ernie-moe": ("Ernie4_5_Moe", {
+        "num_hidden_layers": 3, "moe_num_experts": 6, "moe_k": 2, "moe_num_shared_experts": 2,
+        "moe_intermediate_size": 64,
+    }),
     "exaone4": ("Exaone4", _SLIDING),
     "exaone4-full": ("Exaone4", {
         "sliding_window": None, "layer_types": ["full_attention"] * 2, "rope_parameters": _LLAMA3,
@@ -75,6 +84,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("Qwen3Moe", {
         "num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 64,
         "norm_topk_prob": True,
+    }),
+    "qwen3-moe-dense": ("Qwen3Moe", {
+        "num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 64,
+        "norm_topk_prob": True, "mlp_only_layers": [1],
     }),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "gpt-oss": ("GptOss", {
@@ -104,6 +117,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "linear_key_head_dim": 16, "linear_value_head_dim": 96,
         "rope_parameters": {"partial_rotary_factor": 0.25},
     }),
+    "glm4-moe": ("Glm4Moe", _GLM_MOE | {"use_qk_norm": True}),
+    "glm4-moe-air": ("Glm4Moe", _GLM_MOE | {"attention_bias": True, "norm_topk_prob": False}),
     "glm4": ("Glm4", {"rope_parameters": {"partial_rotary_factor": 0.5}}),
 }  # fmt: skip
 
@@ -129,6 +144,9 @@ def _spread(model: torch.nn.Module) -> None:
             torch.nn.init.normal_(parameter, 0.0, 0.15)
         else:  # norms and biases: anything but their neutral start
             parameter.data += 0.2 * torch.randn_like(parameter)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, 0.0, 0.15)
 
 
 def changed(

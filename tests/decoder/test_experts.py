@@ -85,8 +85,10 @@ def test_missing_wrong_and_extra_experts_are_named(
     [
         ("qwen3-moe", {"num_experts_per_tok": 8}, "model: num_experts_per_tok is 8 of 7 experts"),
         ("qwen3-moe", {"num_experts_per_tok": 0}, "num_experts_per_tok is 0"),
-        ("qwen3-moe", {"mlp_only_layers": [0]}, r"without experts .* mlp_only_layers \[\]"),
-        ("qwen3-moe", {"decoder_sparse_step": 2}, "decoder_sparse_step 1"),
+        ("qwen3-moe", {"mlp_only_layers": [0, 1]}, "no layer of the mixture of experts has"),
+        ("qwen3-moe", {"decoder_sparse_step": 2}, "'model.layers.0.mlp.experts.*' is not part of"),
+        ("glm4-moe", {"n_group": 5, "topk_group": 2}, "n_group is 5, topk_group 2: expected 1"),
+        ("ernie-moe", {"use_bias": True}, "use_bias is true, expected false in a mixture"),
         ("gpt-oss", {"quantization_config": {"quant_method": "gptq"}}, "by 'gptq' are not"),
         ("gpt-oss", {"swiglu_alpha": 2.0}, "swiglu_alpha is 2.0, expected 1.702"),
     ],

@@ -43,7 +43,7 @@ NAMES = (
     "llama", "llama-tied", "llama-bias", "llama-linear", "llama3", "mistral-full", "qwen2", "qwen3",
     "yarn", "qwen3-moe", "mixtral", "gpt-oss", "smollm3", "granite", "olmo2", "olmo3", "phi3",
     "phi3-full", "gemma2", "gemma3", "glm4", "ministral3", "seed-oss", "hunyuan", "ernie",
-    "ernie-bias", "exaone4", "exaone4-full",
+    "ernie-bias", "ernie-moe", "exaone4", "exaone4-full", "glm4-moe", "glm4-moe-air",
 )  # fmt: skip
 # Fields that a file does not contain, as all models of the family have them.
 UNKNOWN: dict[str, dict[str, Any]] = {

@@ -108,6 +108,8 @@ def _check(program: Program) -> None:
     for op in program.operations:
         if op.kind == Kind.CONVOLVE:
             any_width.add(op.delta)
+        if op.kind == Kind.SIGMOID_GATE and program.buffers[op.delta].width == 1:
+            any_width.add(op.delta)
         if op.kind == Kind.ROUTE:
             any_width |= {op.source, op.out}
         if op.rule is not None:
@@ -261,6 +263,8 @@ class NativeProgram:
             weights[0] = self._matrices([matrix.packed for matrix in op.matrices])
         if op.sinks is not None:
             weights[0] = address(op.sinks, "sinks")
+        if op.choice is not None:
+            weights[0] = address(op.choice, "the choice of experts")
         if op.rule is not None:
             rule = op.rule.to_c()
             self._kept.append(rule)
@@ -282,6 +286,7 @@ class NativeProgram:
             if op.routing is None
             else op.routing.experts,
             among=op.routing is not None and op.routing.among,
+            sigmoid=op.routing is not None and op.routing.sigmoid,
             weight=weights[0],
             second=weights[1],
             factors=None if op.factors is None else address(op.factors, "factors of queries"),

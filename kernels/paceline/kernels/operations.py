@@ -150,7 +150,7 @@ def _cap(run: OneByOne, op: Operation) -> Tensor:
 
 def _route(run: OneByOne, op: Operation) -> Tensor:
     assert op.routing is not None
-    return _routes(run.scaled(op.source).float(), op.routing)
+    return _routes(run.scaled(op.source).float(), op.routing, op.choice)
 
 
 def _spread(run: OneByOne, op: Operation) -> Tensor:
@@ -184,12 +184,21 @@ def _select(run: OneByOne, op: Operation) -> Tensor:
     return x if selection is None else x[selection]
 
 
-def _routes(scores: Tensor, routing: Routing) -> Tensor:
+def _routes(scores: Tensor, routing: Routing, choice: Tensor | None) -> Tensor:
     """Experts of each row, then their shares: float32 ``[rows, 2 top]``."""
-    ranked, order = scores.sort(dim=-1, descending=True, stable=True)
-    top = ranked[:, : routing.top]
-    shares = top.softmax(-1) if routing.among else ranked.softmax(-1)[:, : routing.top]
-    return torch.cat([order[:, : routing.top].float(), shares], dim=-1)
+    parts = scores.sigmoid() if routing.sigmoid else scores.softmax(-1)
+    wanted = scores if choice is None else parts + choice
+    ranked, order = wanted.sort(dim=-1, descending=True, stable=True)
+    chosen = order[:, : routing.top]
+    if routing.sigmoid or choice is not None:
+        shares = parts.gather(1, chosen)
+        if routing.among:
+            shares = shares / shares.sum(-1, keepdim=True)
+    elif routing.among:
+        shares = ranked[:, : routing.top].softmax(-1)
+    else:
+        shares = ranked.softmax(-1)[:, : routing.top]
+    return torch.cat([chosen.float(), shares * routing.factor], dim=-1)
 
 
 def _rotated(run: OneByOne, op: Operation, x: Rows) -> Tensor:

@@ -57,7 +57,9 @@ class Routing:
 
     experts: int  # experts of a layer, at most `MAX_EXPERTS`
     top: int  # experts of a row: those with the highest scores, the lower number among equal ones
-    among: bool  # shares are a softmax over the scores of these, not of all experts
+    among: bool  # shares are divided by their sum over these experts
+    sigmoid: bool = False  # shares are sigmoids of scores, not a softmax over those of all experts
+    factor: float = 1.0  # on shares
 
 
 class Kind(Enum):
@@ -139,13 +141,15 @@ class Operation:
     rope: int = 0  # which table of the run ROTATE uses for keys
     q_rope: int = 0  # which one for queries
     factors: Tensor | None = None  # on rotated queries, float32 `[dim]`, of ROTATE; None: none
-    # Factor on the delta of ADD_NORM and ADD, on the rows of EMBED; the cap of CAP.
+    # Factor on the delta of ADD_NORM and ADD, the rows of EMBED, the shares of ROUTE; cap of CAP.
     factor: float = 1.0
     gelu: bool = False  # whether the activation of GATE is GELU (its form with tanh), not SiLU
     limit: float = 0.0  # limit of the gates and ups of GATE, in the form of gpt-oss; 0: none
     # Sinks of ATTEND, float32 `[Hq]`: one extra logit per head in the softmax denominator.
     sinks: Tensor | None = None
     routing: Routing | None = None  # how ROUTE chooses experts
+    # Added to shares where ROUTE chooses experts by them, float32 `[experts]`; None: scores choose.
+    choice: Tensor | None = None
     # The linear layers of MULTIPLY over slots, instead of `matrix`.
     experts: ExpertMatrices | None = None
     rule: Delta | None = None  # the layer of DELTA, whose `layer` counts such layers
@@ -313,7 +317,7 @@ class Recorder:
         return self._add(Kind.DELTA, width, Extent.SLICE, source=x, rule=rule, layer=layer)
 
     def sigmoid_gate(self, x: int, gates: int) -> None:
-        """``x *= sigmoid`` of the last columns of ``gates``."""
+        """``x *= sigmoid`` of the last columns of ``gates``, or of its only one."""
         self._operations.append(Operation(Kind.SIGMOID_GATE, source=x, delta=gates))
 
     def gate(self, gate_up: int, *, gelu: bool = False, limit: float = 0.0) -> int:
@@ -324,10 +328,14 @@ class Recorder:
             Kind.GATE, of.width // 2, of.extent, source=gate_up, gelu=gelu, limit=limit
         )
 
-    def route(self, scores: int, routing: Routing) -> int:
-        """The experts of each row by the scores of all, and their shares: the routes."""
+    def route(self, scores: int, routing: Routing, choice: Tensor | None = None) -> int:
+        """The experts of each row by the scores of all, and their shares: the routes. ``choice`` as
+        in :class:`Operation`."""
         self._top = routing.top
-        return self._add(Kind.ROUTE, 2 * routing.top, Extent.SLICE, source=scores, routing=routing)
+        return self._add(
+            Kind.ROUTE, 2 * routing.top, Extent.SLICE, source=scores, routing=routing,
+            choice=choice, factor=routing.factor,
+        )  # fmt: skip
 
     def spread(self, x: int, routes: int) -> int:
         """A copy of each row for each of its experts: slots, sorted by expert."""

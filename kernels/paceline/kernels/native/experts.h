@@ -25,24 +25,44 @@ typedef struct {
   int64_t *slot; /* of every row and rank: [rows, top] */
 } Slots;
 
+typedef struct {
+  int64_t experts, top;
+  int among;           /* shares are divided by the sum of those of the chosen experts */
+  int sigmoid;         /* a share is the sigmoid of a score, not its part of the softmax over all */
+  float factor;        /* on shares */
+  const float *choice; /* added to shares to choose experts [experts]; null: scores choose */
+} Routing;
+
 /* Scores of all experts -> route [2 * top]: the best experts, the best first and the lower number
- * among equal ones; then their shares of the softmax over all experts, or over these if `among`. */
-INLINE void route_row(const float *scores, int64_t experts, int64_t top, int among, float *route) {
+ * among equal ones; then their shares. */
+INLINE void route_row(const Routing *r, const float *scores, float *route) {
   unsigned char taken[MAX_EXPERTS] = {0};
-  float part[MAX_EXPERTS + WIDTH], sum = 0.0f;
-  for (int64_t k = 0; k < top; k++) {
+  float part[MAX_EXPERTS + WIDTH], wanted[MAX_EXPERTS], peak = scores[0], sum = 0.0f;
+  const vec one = splat(1.0f);
+  for (int64_t e = 1; e < r->experts; e++) peak = scores[e] > peak ? scores[e] : peak;
+  for (int64_t e = 0; e < r->experts; e += LANES) {
+    const vec x = load_part(scores + e, r->experts - e);
+    if (r->sigmoid)
+      store_f32(part + e, one / (one + exp_(-x)));
+    else
+      store_f32(part + e, exp_(x - splat(peak)));
+  }
+  for (int64_t e = 0; e < r->experts; e++) sum += part[e];
+  if (r->sigmoid) sum = 1.0f;
+  for (int64_t e = 0; e < r->experts; e++)
+    wanted[e] = r->choice ? part[e] / sum + r->choice[e] : scores[e];
+  for (int64_t k = 0; k < r->top; k++) {
     int64_t best = -1;
-    for (int64_t e = 0; e < experts; e++)
-      if (!taken[e] && (best < 0 || scores[e] > scores[best])) best = e;
+    for (int64_t e = 0; e < r->experts; e++)
+      if (!taken[e] && (best < 0 || wanted[e] > wanted[best])) best = e;
     CHECK(best >= 0 && best < MAX_EXPERTS);
     taken[best] = 1;
     route[k] = (float)best;
   }
-  const vec peak = splat(scores[(int64_t)route[0]]);
-  for (int64_t e = 0; e < experts; e += LANES)
-    store_f32(part + e, exp_(load_part(scores + e, experts - e) - peak));
-  for (int64_t i = 0; i < (among ? top : experts); i++) sum += part[among ? (int64_t)route[i] : i];
-  for (int64_t k = 0; k < top; k++) route[top + k] = part[(int64_t)route[k]] / sum;
+  if (r->among) sum = 0.0f;
+  for (int64_t k = 0; r->among && k < r->top; k++) sum += part[(int64_t)route[k]];
+  for (int64_t k = 0; k < r->top; k++)
+    route[r->top + k] = part[(int64_t)route[k]] / sum * r->factor;
 }
 
 /* Sorts rows into slots by their routes [rows, 2 * top]; the rows of an expert stay in order. */

@@ -342,7 +342,11 @@ static void run_row(const State *s, const Operation *o, int64_t row) {
     case ADD: add_row(in, rows_of(s, o->delta) + row * width, (float)o->factor, width); break;
     case SIGMOID_GATE: {
       const int64_t wide = s->program->buffer[o->delta].width;
-      sigmoid_gate_row(in, rows_of(s, o->delta) + (row + 1) * wide - width, width);
+      const float *gates = rows_of(s, o->delta) + (row + 1) * wide;
+      if (wide == 1)
+        sigmoid_scale_row(in, gates[-1], width);
+      else
+        sigmoid_gate_row(in, gates - width, width);
       break;
     }
     case CONVOLVE: {
@@ -353,9 +357,16 @@ static void run_row(const State *s, const Operation *o, int64_t row) {
       break;
     }
     case CAP: cap_row(in, (float)o->factor, width); break;
-    case ROUTE:
-      route_row(in, o->experts, top, (int)o->among, rows_of(s, o->out) + row * 2 * top);
+    case ROUTE: {
+      const Routing routing = {.experts = o->experts,
+                               .top = top,
+                               .among = (int)o->among,
+                               .sigmoid = (int)o->sigmoid,
+                               .factor = (float)o->factor,
+                               .choice = o->weight};
+      route_row(&routing, in, rows_of(s, o->out) + row * 2 * top);
       break;
+    }
     case SPREAD:
       memcpy(rows_of(s, o->out) + row * width, rows_of(s, o->in) + s->slots.row[row] * width,
              (size_t)width * sizeof(float));
@@ -504,7 +515,7 @@ static void check_widths(const Program *p, const Operation *o) {
     case ATTEND:
     case ATTEND_CONTEXT: CHECK(in == p->q_heads * p->dim && out == in); break;
     case GATE: CHECK(in == 2 * out); break;
-    case SIGMOID_GATE: CHECK(delta >= in); break;
+    case SIGMOID_GATE: CHECK(delta >= in || delta == 1); break;
     case CONVOLVE: CHECK(o->window > 0 && delta % (2 * o->window) == 0 && out == in); break;
     case TAP: CHECK(in == p->buffer[p->operation->out].width); break;
     case SELECT:

@@ -50,21 +50,22 @@ enum {
  * - TAP: copies `in` to the caller's buffer of `layer`, if there is one.
  * - SELECT: out = the rows of `in` that need logits.
  * - CAP: in = factor * tanh(in / factor).
- * - ROUTE: out = the experts of a row and their shares by the scores in `in`; see experts.h.
+ * - ROUTE: out = the experts of a row and their shares by the scores in `in`, with a `weight` that
+ *   chooses and a `factor` on shares; see Routing in experts.h.
  * - SPREAD: out = the rows of `in` in slots by the routes `delta`.
  * - COMBINE: out = the sum of a row's slots in `in` by the routes `delta`.
  * - DELTA: out = the outputs of the Delta `weight` over the states of `layer`; see delta.h.
- * - SIGMOID_GATE: in *= sigmoid of the last columns of `delta`.
+ * - SIGMOID_GATE: in *= sigmoid of the last columns of `delta`, or of its only one.
  * - CONVOLVE: out = the causal convolution of `in` over `window` rows of each block, which are all
  * as long, by `weight` and the weights of convolution `layer` in `delta`; see rows.h. */
 typedef struct {
   int64_t kind, in, delta, out, layer;
-  int64_t window;              /* of attention; 0: none; rows of CONVOLVE */
-  int64_t q_heads, kv_heads;   /* of `in` of ROTATE */
-  int64_t bf16;                /* type of the table of EMBED */
-  int64_t rope, q_rope, whole; /* of ROTATE */
-  int64_t gelu;                /* of GATE */
-  int64_t experts, among;      /* of ROUTE; matrices of MULTIPLY over slots, else 0 */
+  int64_t window;                  /* of attention; 0: none; rows of CONVOLVE */
+  int64_t q_heads, kv_heads;       /* of `in` of ROTATE */
+  int64_t bf16;                    /* type of the table of EMBED */
+  int64_t rope, q_rope, whole;     /* of ROTATE */
+  int64_t gelu;                    /* of GATE */
+  int64_t experts, among, sigmoid; /* of ROUTE; experts: matrices of MULTIPLY over slots, or 0 */
   const void *weight,
       *second;         /* second: norm of keys for ROTATE, whose `weight` is that of queries */
   const void *factors; /* of ROTATE */

@@ -61,6 +61,12 @@ INLINE void sigmoid_gate_row(float *x, const float *gate, int64_t width) {
     store_f32(x + i, load_f32(x + i) / (splat(1.0f) + exp_(-load_f32(gate + i))));
 }
 
+/* x [width] *= sigmoid(gate) of one gate for all. */
+INLINE void sigmoid_scale_row(float *x, float gate, int64_t width) {
+  const vec scale = splat(1.0f) / (splat(1.0f) + exp_(-splat(gate)));
+  for (int64_t i = 0; i < width; i += LANES) store_f32(x + i, load_f32(x + i) * scale);
+}
+
 /* The newest row x [width] of a causal convolution over itself and the rows before it in memory,
  * `before` of which are of its block (DFlash 2). base [size, width] and own [size, groups]: weights
  * of channels and of their groups, the newest row's first. */

@@ -122,16 +122,26 @@ def _experts(hf: Any) -> dict[str, Any]:
             f"num_experts_per_tok is {used} of {experts} experts, expected 1 or more of at most "
             f"{MAX_EXPERTS}"
         )
-    if getattr(hf, "mlp_only_layers", None) or getattr(hf, "decoder_sparse_step", 1) != 1:
-        raise UnsupportedModelError(
-            "layers without experts are not supported in a mixture of experts; expected "
-            "mlp_only_layers [] and decoder_sparse_step 1"
-        )
+    dense = _dense_layers(hf)
+    if len(dense) == hf.num_hidden_layers:
+        raise UnsupportedModelError("no layer of the mixture of experts has experts")
     return {
+        "dense_layers": dense,
+        "dense_intermediate": hf.intermediate_size if dense else 0,
         "experts": experts,
         "experts_per_token": used,
         "norm_topk_prob": bool(getattr(hf, "norm_topk_prob", True)),
     }
+
+
+def _dense_layers(hf: Any) -> tuple[int, ...]:
+    """Layers without experts, by the fields of all families."""
+    count = hf.num_hidden_layers
+    step = getattr(hf, "decoder_sparse_step", None) or getattr(hf, "moe_layer_interval", None) or 1
+    first = getattr(hf, "first_k_dense_replace", 0) or getattr(hf, "moe_layer_start_index", 0) or 0
+    last = getattr(hf, "moe_layer_end_index", count)
+    named = set(getattr(hf, "mlp_only_layers", None) or ())
+    return tuple(i for i in range(count) if not first <= i <= last or (i + 1) % step or i in named)
 
 
 def _refuse_unsupported(hf: Any) -> None:

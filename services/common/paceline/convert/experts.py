@@ -19,6 +19,10 @@ _NAMES = {
     ".key_layernorm.": ".k_norm.",
     ".block_sparse_moe.": ".mlp.",
     ".mlp.gate.": ".mlp.router.",
+    ".mlp.moe_statics.": ".mlp.router.",
+    ".router.moe_statics.": ".router.",
+    ".router.e_score_correction_bias": ".router.choice.bias",
+    ".mlp.shared_experts.": ".mlp.shared_expert.",
     ".w1.": ".gate_proj.",
     ".w3.": ".up_proj.",
     ".w2.": ".down_proj.",
@@ -86,7 +90,10 @@ class ExpertTensors(Tensors[Weight]):
 
     def __getitem__(self, name: str) -> Weight:
         found = self._names[name]
-        return self._folder[found] if isinstance(found, str) else self._read(found)
+        if isinstance(found, _Part):
+            return self._read(found)
+        tensor = self._folder[found]
+        return tensor.flatten() if name.endswith(".choice.bias") else tensor  # ERNIE has a matrix
 
     def mapped(self, name: str) -> Weight:
         """A tensor mapped from the file, where possible; see :meth:`Checkpoint.mapped`."""

@@ -47,6 +47,11 @@ GGUF_NAMES = {
     "mlp.experts.gate_proj": "ffn_gate_exps",
     "mlp.experts.up_proj": "ffn_up_exps",
     "mlp.experts.down_proj": "ffn_down_exps",
+    "mlp.router.choice": "exp_probs_b",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "post_feedforward_layernorm": "post_ffw_norm",
     "post_mlp_layernorm": "post_ffw_norm",
 }
@@ -92,6 +97,8 @@ class Family:
     sinks: bool = False  # each query head has a sink: one extra logit in the softmax denominator
     experts: bool = False  # the feed-forward blocks are routed experts
     router_bias: bool = False  # whether the scores of experts have a bias
+    router_choice: bool = False  # whether a bias on shares chooses experts, and no more
+    shared_gate: bool = False  # whether the output of the block beside the experts has a gate
     # Outputs of attention are multiplied by gates, which the q projection has behind the queries of
     # each head.
     gated: bool = False
@@ -103,14 +110,15 @@ class Family:
     gguf_rows: bool = False  # the files have the rows of q and k in llama's order
     gguf_values: Values = _none  # fields of the transformers config by a GGUF file's metadata
 
-    def layer_tensors(self, of: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
+    def layer_tensors(self, of: Any, layer: int = 0) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Names and shapes of a layer's tensors, without the prefix of the layer.
 
         ``of`` has the fields of :class:`paceline.decoder.DecoderConfig` for widths, heads, biases
         and experts. Tensors of experts are named and shaped as one of all, ``[experts, ...]``; see
         :func:`expert_name`.
         """
-        hidden, wide, dim, experts = of.hidden, of.intermediate, of.head_dim, of.experts
+        hidden, dim = of.hidden, of.head_dim
+        experts, wide = of.feed_forward(layer)
         q, kv = of.q_heads * dim, of.kv_heads * dim
         qkv = (q * (1 + self.gated), kv, kv) if len(self.qkv) == 3 else (q + 2 * kv,)
         gate_up = (wide, wide) if len(self.gate_up) == 2 else (2 * wide,)
@@ -127,6 +135,14 @@ class Family:
         blocks += [(f"{block}.down_proj", hidden, wide, of.mlp_bias)]
         if experts:
             parts += [("mlp.router", experts, hidden, self.router_bias)]
+            if self.router_choice:
+                yield "mlp.router.choice.bias", (experts,)
+        if experts and (shared := of.shared_intermediate):
+            names = (f"mlp.shared_expert.{name}" for name in ("gate_proj", "up_proj"))
+            parts += [(name, shared, hidden, False) for name in names]
+            parts += [("mlp.shared_expert.down_proj", hidden, shared, False)]
+            if self.shared_gate:
+                parts += [("mlp.shared_expert_gate", 1, hidden, False)]
         for name, outs, ins, bias in parts + blocks:
             many = (experts,) if name.startswith("mlp.experts.") else ()
             yield f"{name}.weight", (*many, outs, ins)
@@ -250,6 +266,45 @@ def _experts_gguf(values: Any) -> dict[str, Any]:
     }
 
 
+def _glm_gguf(values: Any) -> dict[str, Any]:
+    return {
+        **_experts_gguf(values),
+        "n_routed_experts": values.experts,
+        "n_shared_experts": values.shared_intermediate // values.intermediate,
+        "first_k_dense_replace": len(values.dense_layers),
+        "routed_scaling_factor": values.real("expert_weights_scale", 1.0),
+        "norm_topk_prob": bool(values.get("expert_weights_norm")),
+        "use_qk_norm": values.qk_norm,
+    }
+
+
+def _glm_experts(hf: Any) -> dict[str, Any]:
+    if (hf.n_group, hf.topk_group) != (1, 1):
+        raise ValueError(f"n_group is {hf.n_group}, topk_group {hf.topk_group}: expected 1 of 1")
+    return {
+        "sigmoid_shares": True,
+        "share_factor": float(hf.routed_scaling_factor),
+        "shared_intermediate": hf.moe_intermediate_size * hf.n_shared_experts,
+    }
+
+
+def _ernie_experts(hf: Any) -> dict[str, Any]:
+    if hf.use_bias:
+        raise ValueError("use_bias is true, expected false in a mixture of experts")
+    return {"shared_intermediate": hf.moe_intermediate_size * hf.moe_num_shared_experts}
+
+
+def _ernie_gguf(values: Any) -> dict[str, Any]:
+    return {
+        "moe_num_experts": values.experts,
+        "moe_k": values.count("expert_used_count"),
+        "moe_num_shared_experts": values.shared_intermediate // values.intermediate,
+        "moe_layer_start_index": values.get("leading_dense_block_count", 0),
+        "moe_layer_interval": values.get("interleave_moe_layer_step", 1),
+        "moe_intermediate_size": values.intermediate,
+    }
+
+
 def _delta(hf: Any) -> dict[str, Any]:
     layers = tuple(i for i, kind in enumerate(hf.layer_types) if kind == "linear_attention")
     heads = hf.linear_num_key_heads, hf.linear_num_value_heads
@@ -274,6 +329,15 @@ _OLMO = Family(
     gguf="olmo2",
     gguf_names=_AFTER,
 )
+_ERNIE = Family(
+    model="Ernie4_5",
+    qkv_bias="use_bias",
+    o_bias="use_bias",
+    mlp_bias="use_bias",
+    layer_types="full",
+    neighbours=True,
+    gguf="ernie4_5",
+)
 # Supported families, by Hugging Face model type.
 FAMILIES = {
     "llama": Family(model="Llama", layer_types="full", gguf="llama", gguf_rows=True),
@@ -290,19 +354,20 @@ FAMILIES = {
         o_bias="attention_out_bias",
         layer_types="full",
         gguf="seed_oss",
-        gguf_names={"post_attention_layernorm": "post_attention_norm"},
+        gguf_names=_AFTER,
     ),
     "hunyuan_v1_dense": Family(
         model="HunYuanDenseV1", layer_types="full", qk_norm="after", gguf="hunyuan-dense"
     ),
-    "ernie4_5": Family(
-        model="Ernie4_5",
-        qkv_bias="use_bias",
-        o_bias="use_bias",
-        mlp_bias="use_bias",
-        layer_types="full",
-        neighbours=True,
-        gguf="ernie4_5",
+    "ernie4_5": _ERNIE,
+    "ernie4_5_moe": replace(
+        _ERNIE,
+        model="Ernie4_5_Moe",
+        experts=True,
+        router_choice=True,
+        switches=_ernie_experts,
+        gguf="ernie4_5-moe",
+        gguf_values=_ernie_gguf,
     ),
     "qwen2": _QWEN2,
     "mimo": replace(_QWEN2, reads_as="qwen2", gguf=""),
@@ -353,6 +418,19 @@ FAMILIES = {
         gguf="granite",
         gguf_rows=True,
         gguf_values=_granite_gguf,
+    ),
+    "glm4_moe": Family(
+        model="Glm4Moe",
+        o_bias=False,
+        qk_norm="heads",
+        layer_types="full",
+        partial_rope=True,
+        experts=True,
+        router_choice=True,
+        switches=_glm_experts,
+        gguf="glm4moe",
+        gguf_names=_AFTER,
+        gguf_values=_glm_gguf,
     ),
     "granite_swa": Family(model="GraniteSWA", sinks=True, switches=_granite),
     "exaone4": replace(
@@ -419,11 +497,11 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def layer_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+def layer_shapes(config: DecoderConfig, layer: int = 0) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors of a layer with attention, by names without the prefix of the layer;
     those of experts are one by one."""
     found: dict[str, tuple[int, ...]] = {}
-    for name, shape in FAMILIES[config.model_type].layer_tensors(config):
+    for name, shape in FAMILIES[config.model_type].layer_tensors(config, layer):
         if ".experts." in name:
             found |= {expert_name(name, expert): shape[1:] for expert in range(config.experts)}
         else:

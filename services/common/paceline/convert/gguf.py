@@ -67,7 +67,8 @@ class Metadata:
         self.model_type = self._model_type()
         self.family = FAMILIES[self.model_type]
         tensors = file.tensors
-        self.layers = self.count("block_count")
+        # Blocks behind the layers predict further tokens; they are left out.
+        self.layers = self.count("block_count") - self._optional("nextn_predict_layers", 0)
         self.hidden = self.count("embedding_length")
         self.experts = self.count("expert_count") if self.family.experts else 0
         wide = "expert_feed_forward_length"
@@ -92,13 +93,28 @@ class Metadata:
         if EMBEDDING not in tensors or len(tensors[EMBEDDING].shape) != 2:
             raise self._error(f"lacks the tensor {EMBEDDING!r}, or it is no matrix")
         self.vocab_size = tensors[EMBEDDING].shape[0]
-        if self.layers > len(tensors):
+        if not 0 < self.layers <= len(tensors):
             raise self._error(f"{self.layers} layers in {len(tensors)} tensors")
+        first = self._optional("leading_dense_block_count", 0)
+        step = self._optional("interleave_moe_layer_step", 1)
+        dense = (i for i in range(self.layers) if i < first or (i + 1) % step)
+        self.dense_layers = tuple(dense) if self.experts else ()
+        self.dense_intermediate = self.count("feed_forward_length") if self.dense_layers else 0
+        shared = next((t for name, t in tensors.items() if ".ffn_gate_shexp." in name), None)
+        self.shared_intermediate = 0 if shared is None else shared.shape[0]
         self.biases: dict[str, bool] = {}  # fields of the transformers config, by the tensors
         self.qkv_bias = self._bias(self.family.qkv_bias, "attn_q")
         self.o_bias = self._bias(self.family.o_bias, "attn_output")
         self.mlp_bias = self._bias(self.family.mlp_bias, "ffn_gate")
-        self.qk_norm = bool(self.family.qk_norm)
+        # Of GLM 4.5 some have norms of heads.
+        named = "blk.0.attn_q_norm.weight" in tensors or self.model_type != "glm4_moe"
+        self.qk_norm = bool(self.family.qk_norm) and named
+
+    def feed_forward(self, layer: int) -> tuple[int, int]:
+        """As :meth:`paceline.decoder.DecoderConfig.feed_forward`."""
+        if layer in self.dense_layers:
+            return 0, self.dense_intermediate
+        return self.experts, self.intermediate
 
     def _bias(self, field: bool | str, part: str) -> bool:
         if isinstance(field, bool):
@@ -135,6 +151,13 @@ class Metadata:
             )
         return found
 
+    def is_ahead(self, name: str) -> bool:
+        """Whether a tensor is of a block behind the layers."""
+        start, _, rest = name.partition(".")
+        number = rest.partition(".")[0]
+        blocks = range(self.layers, self.count("block_count"))
+        return start == "blk" and number.isdecimal() and int(number) in blocks
+
     def numbers(self, key: str) -> list[float]:
         """An array of numbers, one a layer."""
         found = self.get(key)
@@ -143,6 +166,9 @@ class Metadata:
                 f"{self.architecture}.{key} is {found!r}, expected {self.layers} numbers"
             )
         return list(found.numbers())
+
+    def _optional(self, key: str, default: int) -> int:
+        return self.count(key) if self.get(key) else default
 
     def real(self, key: str, default: float | None = None) -> float:
         """A finite number above 0."""
@@ -162,9 +188,8 @@ def expected_tensors(values: Metadata) -> Iterator[tuple[str, str, tuple[int, ..
     names = {**GGUF_NAMES, **values.family.gguf_names}
     yield EMBEDDING, "model.embed_tokens.weight", (values.vocab_size, values.hidden)
     yield NORM, "model.norm.weight", (values.hidden,)
-    layer = dict(values.family.layer_tensors(values))
     for index in range(values.layers):
-        for name, shape in layer.items():
+        for name, shape in values.family.layer_tensors(values, index):
             part, kind = name.rsplit(".", 1)
             yield f"blk.{index}.{names[part]}.{kind}", f"model.layers.{index}.{name}", shape
 
@@ -195,7 +220,7 @@ class GgufModel(ModelSource):
             values.model_type,
             architectures=list(self.architectures),
             hidden_size=values.hidden,
-            intermediate_size=values.intermediate,
+            intermediate_size=values.dense_intermediate or values.intermediate,
             num_hidden_layers=values.layers,
             num_attention_heads=values.q_heads,
             num_key_value_heads=values.kv_heads,
@@ -295,6 +320,7 @@ class GgufModel(ModelSource):
         expected = {name: shape for name, _, shape in expected_tensors(self._metadata)}
         extra = self._file.tensors.keys() - expected.keys()
         extra -= {_HEAD, _ROPE_FACTORS, *_LONG_FACTORS.values()}
+        extra = {name for name in extra if not self._metadata.is_ahead(name)}
         if extra:
             raise UnsupportedModelError(
                 f"{self.path}: tensor {min(extra)!r} is not part of a supported "

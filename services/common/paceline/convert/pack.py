@@ -51,9 +51,8 @@ class Packer:
         reads."""
         config, base = self._config, f"model.layers.{index}."
         family, dim = FAMILIES[config.model_type], config.head_dim
-        q, kv, wide, hidden = (
-            config.q_heads * dim, config.kv_heads * dim, config.intermediate, config.hidden
-        )  # fmt: skip
+        q, kv, hidden = config.q_heads * dim, config.kv_heads * dim, config.hidden
+        experts, wide = config.feed_forward(index)
         parts: dict[str, Part] = {}
 
         def add(
@@ -73,9 +72,9 @@ class Packer:
             parts.update(self._linear(part, full, read("weight", ins), added))
 
         def add_mlp(part: str, names: Sequence[str], outs: Sequence[int], ins: int) -> None:
-            if not config.experts:
+            if not experts:
                 add(part, [f"mlp.{name}" for name in names], outs, ins, config.mlp_bias)
-            for expert in range(config.experts):
+            for expert in range(experts):
                 named = [f"mlp.experts.{expert}.{name}" for name in names]
                 add(f"{part}.{expert}", named, outs, ins, config.mlp_bias)
 
@@ -111,8 +110,17 @@ class Packer:
             outs = (q * (1 + config.gated), kv, kv)
             add("qkv", names, outs, hidden, config.qkv_bias, _rows_in_order(config))
             add("out", ["self_attn.o_proj"], (hidden,), q, config.o_bias)
-        if config.experts:
-            add("router", ["mlp.router"], (config.experts,), hidden, family.router_bias)
+        if experts:
+            add("router", ["mlp.router"], (experts,), hidden, family.router_bias)
+            if family.router_choice:
+                choice = take(self._weights, f"{base}mlp.router.choice.bias", (experts,))
+                parts["choice"] = plain(choice, torch.float32)
+        if experts and (shared := config.shared_intermediate):
+            names = [f"mlp.shared_expert.{name}" for name in family.gate_up]
+            add("shared.gate_up", names, (shared, shared), hidden, False)
+            add("shared.down", ["mlp.shared_expert.down_proj"], (hidden,), shared, False)
+            if family.shared_gate:
+                add("shared.gate", ["mlp.shared_expert_gate"], (1,), hidden, False)
         add_mlp("gate_up", family.gate_up, (wide, wide), hidden)
         add_mlp("down", ["down_proj"], (hidden,), wide)
         return parts
@@ -121,7 +129,7 @@ class Packer:
         return read_norm(self._config, self._weights, name, width)
 
     def _linear(self, part: str, name: str, weight: Weight, bias: Tensor | None) -> dict[str, Part]:
-        int8 = self._config.weights == "int8" and part != "router"
+        int8 = self._config.weights == "int8" and part not in ("router", "shared.gate")
         made = Linear(in_int8(name, weight, bias, self._device) if int8 else weight, bias)
         if made.packed is not None or made.bias is None:
             return {part: made.weight}
@@ -169,14 +177,17 @@ def _rows_in_order(config: DecoderConfig) -> Tensor | None:
 
 def _check_names(config: DecoderConfig, weights: Mapping[str, Weight]) -> None:
     """Refuse tensors of layers that would be left out, such as biases or scales."""
-    known = {"self_attn.rotary_emb.inv_freq", *layer_shapes(config)}
+    known: dict[bool, set[str]] = {}  # names in layers with experts, and without
     for name in sorted(weights):  # the same error each time
         *start, index, part = name.split(".", 3)
         if start != ["model", "layers"] or int(index) >= config.layers:
             continue
-        own = known
+        dense = int(index) in config.dense_layers
+        if dense not in known:
+            known[dense] = {"self_attn.rotary_emb.inv_freq", *layer_shapes(config, int(index))}
+        own = known[dense]
         if int(index) in config.delta_layers:
-            own = {each for each in known if not each.startswith("self_attn.")} | {*DELTA_TENSORS}
+            own = {each for each in own if not each.startswith("self_attn.")} | {*DELTA_TENSORS}
         if part not in own:
             raise UnsupportedModelError(
                 f"tensor {name!r} is not part of a model of type {config.model_type!r} with this "

@@ -223,7 +223,8 @@ class Origin:
         tokens = dict(known.get("model", {}).get("vocab", {}))
         tokens |= {each["content"]: each["id"] for each in known.get("added_tokens", ())}
         config = source.config()
-        part = "mlp.experts.0.down_proj" if config.experts else "mlp.down_proj"
+        experts, _ = config.feed_forward(config.layers - 1)
+        part = "mlp.experts.0.down_proj" if experts else "mlp.down_proj"
         name = f"model.layers.{config.layers - 1}.{part}.weight"
         matrix = source.tensor(name, torch.float32, "cpu").flatten()
         places = torch.linspace(0, len(matrix) - 1, _VALUES, dtype=torch.float64).long()

@@ -30,7 +30,7 @@ Weight = Tensor | QuantisedMatrix
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 
 # Matrices that are never quantised: a small error there chooses other experts.
-ROUTER = ".mlp.router.weight"
+ROUTER = (".mlp.router.weight", ".mlp.shared_expert_gate.weight")
 
 # Small matrices that keep 8 bits in a 4-bit model: their errors add up in states.
 _DECAYS = (".linear_attn.in_proj_a.weight", ".linear_attn.in_proj_b.weight")

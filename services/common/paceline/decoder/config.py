@@ -87,8 +87,14 @@ class DecoderConfig:
     residual_scale: float = 1.0
     experts: int = 0  # experts of a layer, each of width `intermediate`; 0: one feed-forward block
     experts_per_token: int = 0  # experts that a row is routed to
-    # Whether their shares are a softmax over their scores, not over all.
-    norm_topk_prob: bool = False
+    norm_topk_prob: bool = False  # whether their shares are divided by their sum
+    # Whether a share is the sigmoid of a score, not its part of the softmax over all.
+    sigmoid_shares: bool = False
+    share_factor: float = 1.0  # on shares
+    dense_layers: tuple[int, ...] = ()  # layers without experts in a mixture of experts, rising
+    dense_intermediate: int = 0  # width of their feed-forward block
+    # Width of a block beside the experts, which all rows go through; 0: none.
+    shared_intermediate: int = 0
     # Limit of gates and ups in the feed-forward activation of gpt-oss; 0: another activation.
     swiglu_limit: float = 0.0
     gated: bool = False  # outputs of attention are multiplied by gates, which `qkv` has at its end
@@ -109,6 +115,12 @@ class DecoderConfig:
         if not self.delta_layers:
             return None
         return DeltaShape(len(self.delta_layers), *self.delta_heads)
+
+    def feed_forward(self, layer: int) -> tuple[int, int]:
+        """Experts of a layer, 0 without, and the width of one, or of the only block."""
+        if layer in self.dense_layers:
+            return 0, self.dense_intermediate
+        return self.experts, self.intermediate
 
     @property
     def group(self) -> int:

@@ -29,6 +29,9 @@ class DecoderLayer:
     sinks: Tensor | None
     out: Linear
     router: Linear | None  # scores of experts, if there are any
+    choice: Tensor | None  # see :class:`paceline.kernels.program.Operation`
+    # Gates and ups, and down projection, of a block beside the experts, and the gate of its output.
+    shared: tuple[Linear, Linear, Linear | None] | None
     gate_up: Linear | Experts
     down: Linear | Experts
 
@@ -41,6 +44,9 @@ def linears_of(layer: DecoderLayer) -> Iterator[tuple[str, Linear]]:
             yield from ((f"{name}.{index}", each) for index, each in enumerate(found.experts))
         elif found is not None:
             yield name, found
+    for name, found in zip(("gate_up", "down", "gate"), layer.shared or (), strict=False):
+        if found is not None:
+            yield f"shared.{name}", found
 
 
 def heads_of(config: DecoderConfig) -> Heads:
@@ -133,10 +139,20 @@ def _feed_forward(config: DecoderConfig, program: Recorder, layer: DecoderLayer,
         return program.multiply(gated, layer.down)
     assert isinstance(layer.gate_up, Experts)
     assert isinstance(layer.down, Experts)
-    routing = Routing(config.experts, config.experts_per_token, config.norm_topk_prob)
-    routes = program.route(program.multiply(x, layer.router), routing)
+    routing = Routing(
+        config.experts, config.experts_per_token, config.norm_topk_prob,
+        config.sigmoid_shares, config.share_factor,
+    )  # fmt: skip
+    routes = program.route(program.multiply(x, layer.router), routing, layer.choice)
     gate_up = program.multiply_slots(program.spread(x, routes), layer.gate_up)
-    return program.combine(program.multiply_slots(gate(gate_up), layer.down), routes)
+    out = program.combine(program.multiply_slots(gate(gate_up), layer.down), routes)
+    if layer.shared is not None:
+        entry, exit_, opening = layer.shared
+        shared = program.multiply(gate(program.multiply(x, entry)), exit_)
+        if opening is not None:
+            program.sigmoid_gate(shared, program.multiply(x, opening))
+        program.add(out, shared)
+    return out
 
 
 def build_layer(config: DecoderConfig, parts: Mapping[str, Part]) -> DecoderLayer:
@@ -155,7 +171,7 @@ def build_layer(config: DecoderConfig, parts: Mapping[str, Part]) -> DecoderLaye
         return Linear(parts[name], tensor(f"{name}.bias"))
 
     def feed_forward(name: str) -> Linear | Experts:
-        if not config.experts:
+        if "router" not in parts:
             return linear(name)
         return Experts([linear(f"{name}.{expert}") for expert in range(config.experts)])
 
@@ -167,6 +183,10 @@ def build_layer(config: DecoderConfig, parts: Mapping[str, Part]) -> DecoderLaye
         assert shape is not None
         assert delta_norm is not None
         delta = Delta(shape, **vectors, norm=delta_norm)
+    shared = None
+    if "shared.down" in parts:
+        opening = linear("shared.gate") if "shared.gate" in parts else None
+        shared = linear("shared.gate_up"), linear("shared.down"), opening
     return DecoderLayer(
         norms=tuple(norm(f"norms.{at}") for at in range(4)),
         qkv=linear("qkv"),
@@ -176,6 +196,8 @@ def build_layer(config: DecoderConfig, parts: Mapping[str, Part]) -> DecoderLaye
         sinks=tensor("sinks"),
         out=linear("out"),
         router=linear("router") if "router" in parts else None,
+        choice=tensor("choice"),
+        shared=shared,
         gate_up=feed_forward("gate_up"),
         down=feed_forward("down"),
     )

@@ -162,7 +162,14 @@ class Decoder:
         inner = (
             each
             for layer in self._layers
-            for each in (layer.qkv, layer.out, layer.router, layer.gate_up, layer.down)
+            for each in (
+                layer.qkv,
+                layer.out,
+                layer.router,
+                layer.gate_up,
+                layer.down,
+                *(layer.shared or ()),
+            )
         )
         return [*inner, self._head]
 
