@@ -46,6 +46,17 @@ _GLM_MOE = {
     "num_experts_per_tok": 2, "n_shared_experts": 2, "moe_intermediate_size": 64,
     "routed_scaling_factor": 1.5, "rope_parameters": {"partial_rotary_factor": 0.5},
 }  # fmt: skip
+_DELTA = {
+    "num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2,
+    "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 96,
+    "rope_parameters": {"partial_rotary_factor": 0.25},
+}  # fmt: skip
+_DELTA_MOE = {
+    "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 48, "norm_topk_prob": True,
+    "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
 _SLIDING = {"sliding_window": 40, "layer_types": _KINDS}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -111,11 +122,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3-full": ("Phi3", {"max_position_embeddings": 4096}),
     "gemma2": ("Gemma2", {**_SLIDING, "query_pre_attn_scalar": 24}),
     "gemma3": ("Gemma3", {**_SLIDING, "rope_parameters": _BY_KIND}),
-    "qwen3-5": ("Qwen3_5", {
-        "num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2,
-        "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-        "linear_key_head_dim": 16, "linear_value_head_dim": 96,
-        "rope_parameters": {"partial_rotary_factor": 0.25},
+    "qwen3-5": ("Qwen3_5", _DELTA),
+    "qwen3-5-moe": ("Qwen3_5Moe", _DELTA | _DELTA_MOE),
+    "qwen3-next": ("Qwen3Next", _DELTA | _DELTA_MOE),
+    "olmo-hybrid": ("OlmoHybrid", _DELTA | {
+        "linear_num_key_heads": 4, "linear_value_head_dim": 16, "rope_parameters": None,
     }),
     "glm4-moe": ("Glm4Moe", _GLM_MOE | {"use_qk_norm": True}),
     "glm4-moe-air": ("Glm4Moe", _GLM_MOE | {"attention_bias": True, "norm_topk_prob": False}),
@@ -128,7 +139,7 @@ def save_model(folder: Path, name: str, *, max_shard_size: str = "50GB", **chang
     family, change = FAMILIES[name]
     options = BASE | change | changes
     rope = options.get("rope_parameters", {})
-    if "full_attention" not in rope:
+    if rope is not None and "full_attention" not in rope:
         options["rope_parameters"] = {"rope_theta": 10000.0, "rope_type": "default"} | rope
     if family in ("Qwen2", "Granite", "GraniteSWA"):
         options.pop("head_dim")

@@ -164,7 +164,7 @@ def starting(*beginnings: str) -> Callable[[list[str]], list[str]]:
         ),
         (
             "DeepSeek, experts", nothing,
-            {"model.layers.2.mlp.shared_experts.up_proj.weight": (64, 96)}, {}, "shared_experts",
+            {"model.layers.2.mlp.shared_experts.up_proj.weight": (64, 96)}, {}, "shared_expert.up",
         ),
         (
             "MiMo", nothing, {"model.mtp_layers.0.self_attn.q_proj.weight": (96, 64)}, {},

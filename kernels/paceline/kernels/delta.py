@@ -47,6 +47,11 @@ class DeltaShape:
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     @property
+    def values(self) -> int:
+        """Values of a row."""
+        return self.value_heads * self.value_dim
+
+    @property
     def logged(self) -> int:
         """Values that change a state: channels, betas and decays of a row."""
         return self.channels + 2 * self.value_heads
@@ -70,6 +75,7 @@ class Delta:
     rates: Tensor  # rates of `exp(-rate softplus(x + bias))`, float32 `[Hv]`
     bias: Tensor  # float32 `[Hv]`
     norm: Norm  # the norm of the outputs of a head
+    beta: float = 1.0  # factor on betas
 
     def to_c(self) -> ctypes.Structure:
         """``Delta`` of ``native/delta.h``; the layer must outlive it."""
@@ -78,6 +84,7 @@ class Delta:
             s.key_heads, s.value_heads, s.key_dim, s.value_dim, s.taps,
             address(self.convolution, "a convolution"), address(self.rates, "rates"),
             address(self.bias, "a bias"), address(self.norm.weight, "a norm"), self.norm.eps,
+            self.beta,
         )  # fmt: skip
 
 
@@ -349,7 +356,7 @@ def _token(delta: Delta, state: Tensor, mixed: Tensor, scalars: Tensor) -> tuple
     decay = torch.exp(-delta.rates * softplus(decay + delta.bias))[:, None, None]
     state = state * decay
     wrong = v.view(shape.value_heads, -1) - (state * k[:, :, None]).sum(1)
-    state = state + k[:, :, None] * (wrong * beta.sigmoid()[:, None])[:, None, :]
+    state = state + k[:, :, None] * (wrong * (delta.beta * beta.sigmoid())[:, None])[:, None, :]
     return state, (state * (q * shape.key_dim**-0.5)[:, :, None]).sum(1)
 
 

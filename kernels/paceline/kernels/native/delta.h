@@ -22,7 +22,7 @@ typedef struct {
   const float *convolution;  /* [taps, channels], the newest position's last */
   const float *rates, *bias; /* of decays: exp(-rate softplus(x + bias)) [Hv] */
   const float *norm;         /* [Dv] */
-  double eps;
+  double eps, beta;          /* of the norm; factor on betas */
 } Delta;
 
 /* States of a sequence, [layers, ...] each: before its first row (from), and of the run (to). */
@@ -187,7 +187,7 @@ static void delta_block(const Delta *d, const States *states, int64_t layer, con
     }
     for (int64_t g = 0; g < group; g++) {
       const int64_t h = head_v + g;
-      const float beta = 1.0f / (1.0f + exp_one(-x[channels + h]));
+      const float beta = (float)d->beta / (1.0f + exp_one(-x[channels + h]));
       const float decay = delta_decay(x[channels + heads + h] + d->bias[h], d->rates[h]);
       delta_convolve(d, rows, 2 * all_keys + h * dv, dv, v);
       int64_t i = 0;

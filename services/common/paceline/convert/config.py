@@ -184,7 +184,8 @@ def _activation(hf: Any) -> str:
 def rope_parameters(hf: Any, layers: str = "full_attention") -> dict[str, Any]:
     """``rope_parameters`` of a transformers config, of one kind of layers if there are several.
     Hunyuan's "dynamic" ones with a fixed `alpha` are default ones with a larger base."""
-    found = dict(hf.rope_parameters.get(layers, hf.rope_parameters))
+    found = hf.rope_parameters or {}
+    found = dict(found.get(layers, found))
     if found.get("rope_type") == "dynamic" and (alpha := found.pop("alpha", None)):
         width = _head_dim(hf)
         theta = found["rope_theta"] * float(alpha) ** (width / (width - 2))
@@ -257,7 +258,9 @@ def rope_frequencies(
     found = rope_parameters(hf, layers)
     kind, width = found.get("rope_type", "default"), _rotary_width(hf)
     scaling = 1.0
-    if kind == "default":
+    if kind == "default" and found.get("rope_theta") is None:  # OLMo hybrids turn nothing
+        inv_freq = torch.zeros(width // 2)
+    elif kind == "default":
         exponents = torch.arange(0, width, 2, dtype=torch.float64) / width
         inv_freq = (1.0 / found["rope_theta"] ** exponents).float()
     else:
@@ -291,7 +294,8 @@ def _windows(hf: Any, family: Family) -> tuple[int | None, ...]:
     if kinds is None:
         sliding = family.layer_types == "sliding" and window
         kinds = ["sliding_attention" if sliding else "full_attention"] * hf.num_hidden_layers
-    known = {"full_attention", "sliding_attention", *(["linear_attention"] if family.gated else [])}
+    known = {"full_attention", "sliding_attention"}
+    known |= {"linear_attention"} if family.delta_inputs else set()
     unknown = set(kinds) - known
     if unknown or len(kinds) != hf.num_hidden_layers:
         raise UnsupportedModelError(

@@ -17,6 +17,9 @@ from paceline.kernels.quantised import check_finite, mxfp4
 _NAMES = {
     ".query_layernorm.": ".q_norm.",
     ".key_layernorm.": ".k_norm.",
+    ".attention_layer_norm.": ".input_layernorm.",
+    ".feedforward_layer_norm.": ".post_attention_layernorm.",
+    ".linear_attn.conv1d.": ".linear_attn.qkv_conv1d.",
     ".block_sparse_moe.": ".mlp.",
     ".mlp.gate.": ".mlp.router.",
     ".mlp.moe_statics.": ".mlp.router.",

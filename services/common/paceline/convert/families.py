@@ -15,16 +15,6 @@ from paceline.kernels import MAX_TAPS, DeltaShape
 
 Values = Callable[[Any], dict[str, Any]]
 
-# Projections of a layer with the gated delta rule, as :class:`paceline.kernels.Delta` has them.
-DELTA_INPUTS = ("in_proj_qkv", "in_proj_b", "in_proj_a", "in_proj_z")
-
-# Tensors of a layer with the gated delta rule, which has no attention.
-DELTA_TENSORS = (
-    *(f"linear_attn.{name}.weight" for name in (*DELTA_INPUTS, "out_proj", "conv1d", "norm")),
-    "linear_attn.A_log",
-    "linear_attn.dt_bias",
-)
-
 # Parts of a layer in GGUF files, by their Hugging Face names.
 GGUF_NAMES = {
     "input_layernorm": "attn_norm",
@@ -87,6 +77,13 @@ class Family:
     # Names of the norms before and after attention, before and after the feed-forward block; "":
     # there is none.
     norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
+    # Those of layers with the gated delta rule instead of attention, if they are others.
+    delta_norms: tuple[str, str, str, str] | None = None
+    # Projections of these layers, whose rows are what :class:`paceline.kernels.Delta` reads (by key
+    # head if there are two); (): the family has none. Then the output projection, and the norm.
+    delta_inputs: tuple[str, ...] = ()
+    delta_outputs: tuple[str, str] = ("out_proj", "norm")
+    delta_convolutions: tuple[str, ...] = ("qkv_conv1d",)  # of queries, keys and values
     # Projections whose rows are queries, keys and values, and gates and ups, in this order.
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
@@ -110,7 +107,7 @@ class Family:
     gguf_rows: bool = False  # the files have the rows of q and k in llama's order
     gguf_values: Values = _none  # fields of the transformers config by a GGUF file's metadata
 
-    def layer_tensors(self, of: Any, layer: int = 0) -> Iterator[tuple[str, tuple[int, ...]]]:
+    def layer_tensors(self, of: Any, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Names and shapes of a layer's tensors, without the prefix of the layer.
 
         ``of`` has the fields of :class:`paceline.decoder.DecoderConfig` for widths, heads, biases
@@ -118,15 +115,29 @@ class Family:
         :func:`expert_name`.
         """
         hidden, dim = of.hidden, of.head_dim
+        shape = of.delta if layer in of.delta_layers else None
         experts, wide = of.feed_forward(layer)
         q, kv = of.q_heads * dim, of.kv_heads * dim
         qkv = (q * (1 + self.gated), kv, kv) if len(self.qkv) == 3 else (q + 2 * kv,)
         gate_up = (wide, wide) if len(self.gate_up) == 2 else (2 * wide,)
-        parts = [
-            (f"self_attn.{name}", outs, hidden, of.qkv_bias)
-            for name, outs in zip(self.qkv, qkv, strict=True)
-        ]
-        parts += [("self_attn.o_proj", hidden, q, of.o_bias)]
+        if shape is not None:
+            parts = [
+                (f"linear_attn.{name}", delta_outs(name, shape), hidden, False)
+                for name in self.delta_inputs
+            ]
+            out, norm = (f"linear_attn.{name}" for name in self.delta_outputs)
+            parts += [(out, hidden, shape.values, False)]
+            yield f"{norm}.weight", (shape.value_dim,)
+            for name in self.delta_convolutions:
+                outs = delta_outs(name, shape)
+                yield f"linear_attn.{name}.weight", (outs, 1, shape.taps)
+            yield from ((f"linear_attn.{name}", (shape.value_heads,)) for name in _RATES)
+        else:
+            parts = [
+                (f"self_attn.{name}", outs, hidden, of.qkv_bias)
+                for name, outs in zip(self.qkv, qkv, strict=True)
+            ]
+            parts += [("self_attn.o_proj", hidden, q, of.o_bias)]
         block = "mlp.experts" if experts else "mlp"
         blocks = [
             (f"{block}.{name}", outs, hidden, of.mlp_bias)
@@ -148,19 +159,28 @@ class Family:
             yield f"{name}.weight", (*many, outs, ins)
             if bias:
                 yield f"{name}.bias", (*many, outs)
-        for name in filter(None, self.norms):
+        for name in filter(None, self.layer_norms(shape is not None)):
             yield f"{name}.weight", (hidden,)
-        if of.qk_norm:  # also of a family whose published models have none
+        if of.qk_norm and shape is None:  # also of a family whose published models have none
             whole = self.qk_norm == "rows"
             yield "self_attn.q_norm.weight", (q if whole else dim,)
             yield "self_attn.k_norm.weight", (kv if whole else dim,)
         if self.sinks:
             yield "self_attn.sinks.weight", (of.q_heads,)
 
+    def layer_norms(self, delta: bool) -> tuple[str, str, str, str]:
+        """Names of the norms of a layer, with the gated delta rule or with attention."""
+        return self.delta_norms if delta and self.delta_norms is not None else self.norms
 
-def delta_outs(shape: DeltaShape) -> tuple[int, ...]:
-    heads = shape.value_heads
-    return shape.channels, heads, heads, heads * shape.value_dim
+
+_RATES = ("A_log", "dt_bias")
+
+
+def delta_outs(name: str, shape: DeltaShape) -> int:
+    """Outputs of a projection or convolution of a layer with the gated delta rule."""
+    keys, values, heads = shape.key_heads * shape.key_dim, shape.values, shape.value_heads
+    widths = {"q": keys, "k": keys, "v": values, "z": values, "g": values, "a": heads, "b": heads}
+    return sum(widths[letter] for letter in name.removeprefix("in_proj_").partition("_")[0])
 
 
 def expert_name(name: str, expert: int) -> str:
@@ -320,6 +340,15 @@ def _delta(hf: Any) -> dict[str, Any]:
     return {"delta_layers": layers, "delta_heads": shape}
 
 
+def _delta_experts(hf: Any) -> dict[str, Any]:
+    return _delta(hf) | {"shared_intermediate": hf.shared_expert_intermediate_size}
+
+
+def _olmo_delta(hf: Any) -> dict[str, Any]:
+    scale = 2.0 if hf.linear_allow_neg_eigval else 1.0
+    return _delta(hf) | {"delta_eps": 1e-5, "delta_beta": scale}
+
+
 _QWEN2 = Family(model="Qwen2", qkv_bias=True, o_bias=False, gguf="qwen2")
 _OLMO = Family(
     model="Olmo2",
@@ -338,6 +367,16 @@ _ERNIE = Family(
     neighbours=True,
     gguf="ernie4_5",
 )
+_QWEN3_5 = Family(
+    model="Qwen3_5",
+    qk_norm="heads",
+    norm_offset=1.0,
+    partial_rope=True,
+    gated=True,
+    delta_inputs=("in_proj_qkv", "in_proj_b", "in_proj_a", "in_proj_z"),
+    switches=_delta,
+)
+_SHARED: dict[str, Any] = {"experts": True, "shared_gate": True, "switches": _delta_experts}
 # Supported families, by Hugging Face model type.
 FAMILIES = {
     "llama": Family(model="Llama", layer_types="full", gguf="llama", gguf_rows=True),
@@ -402,13 +441,21 @@ FAMILIES = {
             **_experts_gguf(values),
         },
     ),
-    "qwen3_5_text": Family(
-        model="Qwen3_5",
-        qk_norm="heads",
-        norm_offset=1.0,
-        partial_rope=True,
-        gated=True,
-        switches=_delta,
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_5_moe_text": replace(_QWEN3_5, model="Qwen3_5Moe", **_SHARED),
+    "qwen3_next": replace(
+        _QWEN3_5, model="Qwen3Next", delta_inputs=("in_proj_qkvz", "in_proj_ba"), **_SHARED
+    ),
+    "olmo_hybrid": replace(
+        _OLMO,
+        model="OlmoHybrid",
+        delta_inputs=("q_proj", "k_proj", "v_proj", "b_proj", "a_proj", "g_proj"),
+        delta_outputs=("o_proj", "o_norm"),
+        delta_convolutions=("q_conv1d", "k_conv1d", "v_conv1d"),
+        delta_norms=("input_layernorm", "", "post_attention_layernorm", ""),
+        layer_types=None,
+        switches=_olmo_delta,
+        gguf="",
     ),
     "smollm3": Family(model="SmolLM3", switches=_without_rope, gguf="smollm3", gguf_rows=True),
     "granite": Family(
@@ -497,13 +544,13 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def layer_shapes(config: DecoderConfig, layer: int = 0) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors of a layer with attention, by names without the prefix of the layer;
-    those of experts are one by one."""
+def layer_shapes(config: DecoderConfig, layer: int = -1) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors of a layer (-1: one with attention, and experts if there are any), by
+    names without the prefix of the layer; those of experts are one by one."""
     found: dict[str, tuple[int, ...]] = {}
     for name, shape in FAMILIES[config.model_type].layer_tensors(config, layer):
         if ".experts." in name:
-            found |= {expert_name(name, expert): shape[1:] for expert in range(config.experts)}
+            found |= {expert_name(name, expert): shape[1:] for expert in range(shape[0])}
         else:
             found[name] = shape
     return found

@@ -34,6 +34,7 @@ from paceline.convert.weights import Tensors, Weight, fingerprint_files, in_orde
 from paceline.decoder.config import DecoderConfig, UnsupportedModelError
 from paceline.decoder.remembered import remembered
 from paceline.device import device_of
+from paceline.kernels import DeltaShape
 from paceline.kernels.linear import PackedMatrix, pack_quantised
 from paceline.kernels.quantised import QuantisedMatrix
 
@@ -100,6 +101,8 @@ class Metadata:
         dense = (i for i in range(self.layers) if i < first or (i + 1) % step)
         self.dense_layers = tuple(dense) if self.experts else ()
         self.dense_intermediate = self.count("feed_forward_length") if self.dense_layers else 0
+        self.delta_layers: tuple[int, ...] = ()
+        self.delta: DeltaShape | None = None
         shared = next((t for name, t in tensors.items() if ".ffn_gate_shexp." in name), None)
         self.shared_intermediate = 0 if shared is None else shared.shape[0]
         self.biases: dict[str, bool] = {}  # fields of the transformers config, by the tensors

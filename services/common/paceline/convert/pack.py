@@ -8,17 +8,12 @@ import torch
 from torch import Tensor
 
 from paceline.convert.config import head_order
-from paceline.convert.families import (
-    DELTA_INPUTS,
-    DELTA_TENSORS,
-    FAMILIES,
-    delta_outs,
-    layer_shapes,
-)
+from paceline.convert.families import FAMILIES, delta_outs, layer_shapes
 from paceline.convert.weights import Weight, fuse, in_int8, in_order, plain, take
 from paceline.decoder.config import DecoderConfig, UnsupportedModelError
 from paceline.decoder.linear import Linear, is_rotated
 from paceline.decoder.packed import Part
+from paceline.kernels import DeltaShape
 
 _EMBEDDING = "model.embed_tokens.weight"
 
@@ -78,7 +73,7 @@ class Packer:
                 named = [f"mlp.experts.{expert}.{name}" for name in names]
                 add(f"{part}.{expert}", named, outs, ins, config.mlp_bias)
 
-        for place, name in enumerate(family.norms):
+        for place, name in enumerate(family.layer_norms(index in config.delta_layers)):
             if name:
                 parts[f"norms.{place}"] = self._norm(base + name, hidden)
         if family.sinks:
@@ -87,11 +82,12 @@ class Packer:
         if index in config.delta_layers:
             shape = config.delta
             assert shape is not None
-            parts |= self._delta(f"{base}linear_attn.")
-            names = [f"linear_attn.{name}" for name in DELTA_INPUTS]
-            add("qkv", names, delta_outs(shape), hidden, False)
-            heads = shape.value_heads * shape.value_dim
-            add("out", ["linear_attn.out_proj"], (hidden,), heads, False)
+            out, norm = family.delta_outputs
+            parts |= self._delta(f"{base}linear_attn.", norm, family.delta_convolutions)
+            names = [f"linear_attn.{name}" for name in family.delta_inputs]
+            outs = tuple(delta_outs(name, shape) for name in family.delta_inputs)
+            add("qkv", names, outs, hidden, False, _delta_rows(shape) if len(outs) == 2 else None)
+            add("out", [f"linear_attn.{out}"], (hidden,), shape.values, False)
         else:
             if config.qk_norm:
                 widths = (q, kv) if family.qk_norm == "rows" else (dim, dim)
@@ -135,7 +131,7 @@ class Packer:
             return {part: made.weight}
         return {part: made.weight, f"{part}.bias": made.bias}
 
-    def _delta(self, base: str) -> dict[str, Part]:
+    def _delta(self, base: str, norm: str, convolutions: Sequence[str]) -> dict[str, Part]:
         """What a layer with the gated delta rule has besides its projections."""
         shape = self._config.delta
         assert shape is not None
@@ -143,12 +139,15 @@ class Packer:
         def vector(name: str, *size: int) -> Tensor:
             return plain(take(self._weights, base + name, size), torch.float32)
 
-        convolution = vector("conv1d.weight", shape.channels, 1, shape.taps)
+        outs = {name: delta_outs(name, shape) for name in convolutions}
+        convolution = torch.cat(
+            [vector(f"{name}.weight", count, 1, shape.taps) for name, count in outs.items()]
+        )
         return {
             "delta.convolution": convolution[:, 0].T.contiguous(),
             "delta.rates": vector("A_log", shape.value_heads).exp(),
             "delta.bias": vector("dt_bias", shape.value_heads).contiguous(),
-            "delta.norm": vector("norm.weight", shape.value_dim).contiguous(),
+            "delta.norm": vector(f"{norm}.weight", shape.value_dim).contiguous(),
         }
 
 
@@ -175,20 +174,28 @@ def _rows_in_order(config: DecoderConfig) -> Tensor | None:
     return torch.cat([part.flatten() for part in parts])
 
 
+def _delta_rows(shape: DeltaShape) -> Tensor:
+    """Rows of two projections, of queries, keys, values and gates and of betas and decays, which
+    have those of each key head together, in the order of :class:`paceline.kernels.Delta`."""
+    group = shape.value_heads // shape.key_heads
+    widths = (shape.key_dim, shape.key_dim, *[group * shape.value_dim] * 2)
+    first = torch.arange(shape.key_heads * sum(widths)).view(shape.key_heads, -1)
+    second = torch.arange(2 * shape.value_heads).view(shape.key_heads, -1) + first.numel()
+    (q, k, v, z), (b, a) = first.split(widths, 1), second.split(group, 1)
+    return torch.cat([each.flatten() for each in (q, k, v, b, a, z)])
+
+
 def _check_names(config: DecoderConfig, weights: Mapping[str, Weight]) -> None:
     """Refuse tensors of layers that would be left out, such as biases or scales."""
-    known: dict[bool, set[str]] = {}  # names in layers with experts, and without
+    known: dict[tuple[bool, bool], set[str]] = {}  # names in layers of each kind
     for name in sorted(weights):  # the same error each time
         *start, index, part = name.split(".", 3)
         if start != ["model", "layers"] or int(index) >= config.layers:
             continue
-        dense = int(index) in config.dense_layers
-        if dense not in known:
-            known[dense] = {"self_attn.rotary_emb.inv_freq", *layer_shapes(config, int(index))}
-        own = known[dense]
-        if int(index) in config.delta_layers:
-            own = {each for each in own if not each.startswith("self_attn.")} | {*DELTA_TENSORS}
-        if part not in own:
+        kind = int(index) in config.dense_layers, int(index) in config.delta_layers
+        if kind not in known:
+            known[kind] = {"self_attn.rotary_emb.inv_freq", *layer_shapes(config, int(index))}
+        if part not in known[kind]:
             raise UnsupportedModelError(
                 f"tensor {name!r} is not part of a model of type {config.model_type!r} with this "
                 "configuration"

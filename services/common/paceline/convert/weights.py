@@ -33,7 +33,10 @@ VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 ROUTER = (".mlp.router.weight", ".mlp.shared_expert_gate.weight")
 
 # Small matrices that keep 8 bits in a 4-bit model: their errors add up in states.
-_DECAYS = (".linear_attn.in_proj_a.weight", ".linear_attn.in_proj_b.weight")
+_DECAYS = tuple(
+    f".linear_attn.{name}.weight"
+    for name in ("in_proj_a", "in_proj_b", "in_proj_ba", "a_proj", "b_proj")
+)
 
 _BITS = {"int8": 8, "int4": 4}
 

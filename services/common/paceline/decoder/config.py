@@ -103,6 +103,8 @@ class DecoderConfig:
     # Key heads, value heads, their widths, and taps of the convolution of these layers; see
     # :class:`paceline.kernels.DeltaShape`.
     delta_heads: tuple[int, ...] = ()
+    delta_eps: float = 0.0  # epsilon of the norm of their outputs; 0: `norm_eps`
+    delta_beta: float = 1.0  # factor on their betas
 
     @property
     def kv_layers(self) -> int:

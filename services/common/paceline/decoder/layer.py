@@ -7,7 +7,7 @@ with a layer of its target's family, as heads for multi-token prediction are, re
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -182,7 +182,8 @@ def build_layer(config: DecoderConfig, parts: Mapping[str, Part]) -> DecoderLaye
         shape, delta_norm = config.delta, norm("delta.norm")
         assert shape is not None
         assert delta_norm is not None
-        delta = Delta(shape, **vectors, norm=delta_norm)
+        delta_norm = replace(delta_norm, eps=config.delta_eps or config.norm_eps)
+        delta = Delta(shape, **vectors, norm=delta_norm, beta=config.delta_beta)
     shared = None
     if "shared.down" in parts:
         opening = linear("shared.gate") if "shared.gate" in parts else None
