@@ -52,11 +52,11 @@ def test_a_call_that_is_cut_off_is_none(name: str, thought: str) -> None:
     marks = CHANNEL_MARKS if channels else frozenset()
     for end in range(len(text) + 1):
         cut = thought + text[:end]
-        content, _, found = parsed(parser_of(USE, marks, False), [cut])
+        content, _, found = parsed(parser_of(USE, marks), [cut])
         assert found == calls[: len(found)]
-        assert parsed(parser_of(USE, marks, False), list(cut)) == (content, _, found)
+        assert parsed(parser_of(USE, marks), list(cut)) == (content, _, found)
         if not found and not channels:
-            assert without_marks(content) == without_marks(cut)
+            assert without_marks(content) == without_marks(text[:end])
     assert found == calls
 
 
@@ -97,34 +97,29 @@ def test_a_named_call_that_is_cut_off_is_text(text: str) -> None:
         assert whole == ("", "", [("weather", {"city": "Rom"})])
 
 
-@pytest.mark.parametrize("mark", THOUGHTS)
 @pytest.mark.parametrize("form", FORMS)
-def test_calls_are_outside_of_thoughts(form: str, mark: str) -> None:
-    (text, calls), end = FORMS[form], THOUGHTS[mark]
-    cases: list[tuple[str, str, list[Any], tuple[bool | None, ...]]] = [
-        # Text, its content, its calls, and whether it may begin in a thought.
-        (f"{mark}{text} is bad.{end}No.", f"{mark}{text} is bad.{end}No.", [], (None, False)),
-        (f"{mark}\nor\n{text}", f"{mark}\nor\n{text}", [], (None, False)),
-        (f"{text} is bad.{end}No.", f"{text} is bad.{end}No.", [], (None, True)),
-        (
-            f"I see.\n{mark}{text}{end}\n{text}",
-            f"I see.\n{mark}{text}{end}\n",
-            calls,
-            (None, False),
-        ),
-        (f"{text}{end}\n\n{text}", f"{text}{end}\n\n", calls, (None, True)),
-        (f"Hm.{end}{mark}{text}{end} {text}", f"Hm.{end}{mark}{text}{end} ", calls, (None, True)),
-    ]
-    if text.startswith(("<", "[T")):  # a form that needs no start of a text
-        cases += [
-            (f"a {mark}{text}{end} b", f"a {mark}{text}{end} b", [], (None, False)),
-            (f"Look for {mark}!\n{text}", f"Look for {mark}!", calls, (None, False)),
+def test_calls_are_outside_of_thoughts(form: str) -> None:
+    text, calls = FORMS[form]
+    for mark, end in THOUGHTS.items():
+        cases: list[tuple[str, str, str, str, list[Any]]] = [
+            # Text, the mark that ends the thought that it begins in, content, thought and calls.
+            (f"{mark}{text} is bad.{end}No.", "", "No.", f"{text} is bad.", []),
+            (f"{mark}\nor\n{text}", "", "", f"or\n{text}", []),
+            (f"{text} is bad.{end}\n\nNo.", end, "No.", f"{text} is bad.", []),
+            (f"{text}{end}\n\n{text}", end, "", text, calls),
+            (f"Hm.{end}\n{mark} {text} {end}{text}", end, "", f"Hm.{text}", calls),
+            (f"{mark}\n\n{end}\n\n{text}", "", "", "", calls),
+            (f"I see.\n{mark}{text}{end} b", "", f"I see.\n{mark}{text}{end} b", "", []),
         ]
-    for whole, content, found, begins in cases:
-        for begin in begins:
+        if text.startswith(("<", "[T")):  # a form that needs no start of a text
+            cases += [
+                (f"a {mark}{text}{end}\n{text}", "", f"a {mark}{text}{end}", "", calls),
+                (f"Look for {mark}!\n{text}", "", f"Look for {mark}!", "", calls),
+            ]
+        for whole, thought_end, content, thought, expected in cases:
             for pieces in ([whole], list(whole)):
-                read, _, made = parsed(parser_of(USE, frozenset(), begin), pieces)
-                assert (without_marks(read), made) == (without_marks(content), found)
+                parser = parser_of(USE, frozenset(), thought_end)
+                assert parsed(parser, pieces) == (content, thought, expected)
 
 
 def test_what_gpt_oss_quotes_in_its_answer_is_no_call() -> None:

@@ -68,13 +68,13 @@ def test_a_format_leaves_calls_in_every_form_and_thoughts_free(
         assert not any(accepted(codec, [*others, *ANSWERS, *calls], THOUGHTS[thought]))
     for text, (_, expected) in zip(calls, FORMS.values(), strict=True):
         for pieces in ([before + text], list(before + text)):
-            content, thoughts, found = parsed(parser_of(USE, frozenset(tokens), False), pieces)
+            content, thoughts, found = parsed(parser_of(USE, frozenset(tokens)), pieces)
             assert (content, found) == ("", expected)
             assert thoughts == ("It {} <is>." if thought else "")
     for text, pieces in product(ANSWERS, (1, 99)):
         whole = before + text
         cut = [whole[at : at + pieces] for at in range(0, len(whole), pieces)]
-        assert parsed(parser_of(USE, frozenset(tokens), False), cut)[0] == text
+        assert parsed(parser_of(USE, frozenset(tokens)), cut)[0] == text
 
 
 def test_a_format_leaves_channels_free() -> None:

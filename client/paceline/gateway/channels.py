@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any, TypeAlias
 
-from paceline.client import TextCodec
+from paceline.client import Chunk, TextCodec
 from paceline.sampling.json_schema import WHITESPACE, without_annotations
 
 from .errors import bad_request
@@ -42,21 +44,47 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=(\S+?)(?=\s|<\||$)")
 
 
-AnswerParser: TypeAlias = "ChannelParser | CallParser"  # separates the parts of an answer
-
-
 def marks_of(codec: TextCodec | None, use: ToolUse) -> frozenset[str]:
     """The special tokens that the texts of a model must have, so that their parts can be read."""
     if codec is None:
         return frozenset()
-    wanted = CHANNEL_MARKS | (CALL_MARKS | THOUGHT_MARKS if use.mode == "auto" else frozenset())
+    wanted = CHANNEL_MARKS | THOUGHT_MARKS | (CALL_MARKS if use.mode == "auto" else frozenset())
     found = frozenset(map(codec.token_text, codec.special_ids(wanted)))
     return found if found >= {*_HEADERS, _BODY} else found - CHANNEL_MARKS
 
 
-def parser_of(use: ToolUse, marks: frozenset[str], in_thought: bool | None = None) -> AnswerParser:
-    """A parser of one text. It begins in a thought or not; None: that is unknown."""
-    return ChannelParser(use, marks) if _BODY in marks else CallParser(use, marks, in_thought)
+def parser_of(use: ToolUse, marks: frozenset[str], thought: str = "") -> AnswerParser:
+    """A parser of one text. `thought` is the mark that ends the thought in which the text begins;
+    empty: it begins in none."""
+    return ChannelParser(use, marks) if _BODY in marks else CallParser(use, marks, thought)
+
+
+class Answer:
+    """The parts of one answer, read from its chunks while it streams."""
+
+    def __init__(self, use: ToolUse, marks: frozenset[str], thought: str = "") -> None:
+        self._parser = parser_of(use, marks, thought)
+        self._pieces: list[int] = []  # length of the text of each token
+
+    @property
+    def calls(self) -> int:
+        """Number of calls so far."""
+        return self._parser.calls
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Number of tokens whose text begins in a thought, with its marks."""
+        places = self._parser.thoughts
+        begins = accumulate(self._pieces[:-1], initial=0) if places and self._pieces else ()
+        return sum(bisect_right(places, at) % 2 for at in begins)
+
+    def push(self, chunks: Sequence[Chunk]) -> list[Part]:
+        """The parts that became final with more chunks, in order."""
+        self._pieces += [len(piece) for chunk in chunks for piece in chunk.pieces]
+        return self._parser.push("".join(chunk.text for chunk in chunks))
+
+    def flush(self) -> list[Part]:
+        return self._parser.flush()
 
 
 def grammar_beside_calls(
@@ -177,6 +205,9 @@ class ChannelParser:
         answer = ToolUse([], "none") if use.mode == "auto" else use
         self._answer = CallParser(answer, special)
         self._left = ""
+        self._length = 0  # of the text so far
+        self.thoughts: list[int] = []
+        """Places in the text where thoughts begin and end, in turn."""
         self._header: str | None = None  # of the message that is read; None: the body of one
         self._channel = "final"
         self._recipient = ""
@@ -188,6 +219,7 @@ class ChannelParser:
     def push(self, text: str) -> list[Part]:
         """The parts that became final with more text, in order."""
         self._left += text
+        self._length += len(text)
         return list(self._read())
 
     def flush(self) -> list[Part]:
@@ -205,6 +237,8 @@ class ChannelParser:
                     return
                 self._begin(self._header + header)
                 self._left = rest
+                if self._channel == "analysis" or self._recipient:
+                    self.thoughts.append(self._length - len(rest))
                 continue
             limit = _LIMIT.search(self._left)
             if limit is None:
@@ -216,6 +250,8 @@ class ChannelParser:
                 return
             yield from self._body(self._left[: limit.start()], complete=True)
             self._left = self._left[limit.end() :]
+            if len(self.thoughts) % 2:
+                self.thoughts.append(self._length - len(self._left))
             self._channel, self._recipient = "", ""  # between messages
             if limit[0] in _HEADERS:
                 self._header = limit[0]
@@ -237,3 +273,6 @@ class ChannelParser:
             yield Reasoning(text)
         else:
             yield from self._answer.push(text)
+
+
+AnswerParser: TypeAlias = ChannelParser | CallParser  # separates the parts of an answer

@@ -57,7 +57,7 @@ class GenerationJob:
     stream_options: StreamOptions
     marks: frozenset[str] = frozenset()
     """Special tokens that its texts have, which separate the parts of an answer."""
-    in_thought: bool = False  # whether its texts begin within a thought
+    thought: str = ""  # the mark that ends the thought in which its texts begin; empty: in none
     changes: str = ""  # what was done to messages so that the template shows them
     operation: str = Span.GENERATION  # name of its generations in traces
 
@@ -168,6 +168,8 @@ class JobBuilder:
         continued = body.messages[-1].content if body.continue_final_message else ""
         thought = end_of_open_thought(text, text_of(continued or ""))
         common: dict[str, Any] = {"special_tokens": sorted(marks)}
+        if body.constraint() and not use.bound:
+            thought = ""  # what binds the whole text leaves no room for a thought
         if use.bound and model.codec is not None:
             eos = list(model.facts.eos_token_ids)
             grammar = grammar_beside_calls(use, body.constraint(), model.codec, eos, text, thought)
@@ -176,7 +178,7 @@ class JobBuilder:
             job,
             choices=[{**choice, **common} for choice in job.choices],
             marks=marks,
-            in_thought=bool(thought),
+            thought=thought,
             changes=text.changes,
             operation=Span.CHAT,
         )

@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError
 from paceline.client import Chunk, GenerationResult, InvalidRequestError, TokenLogprob
 
 from .bodies import Body, Refused
-from .channels import parser_of
+from .channels import Answer
 from .errors import ApiError, bad_request, from_validation
 from .generation import GenerationJob
 from .requests import (
@@ -312,7 +312,7 @@ class ResponsesWriter(Writer):
         self._job = job
         self._body = body
         self._has_tools = bool(use.tools)
-        self._parser = parser_of(use, job.marks, job.in_thought)
+        self._answer = Answer(use, job.marks, job.thought)
         self._id = _new_id("resp")
         self._created = int(time.time())
         self._output: list[Json] = []
@@ -322,8 +322,8 @@ class ResponsesWriter(Writer):
     def whole(self, texts: Sequence[GeneratedText]) -> Json:
         (text,) = texts
         assert text.result is not None
-        self._write(self._parser.push(text.result.text))
-        self._write(self._parser.flush())
+        self._write(self._answer.push(text.chunks))
+        self._write(self._answer.flush())
         self._close()
         return self._response(text.result)
 
@@ -335,11 +335,11 @@ class ResponsesWriter(Writer):
         ]
 
     def chunks(self, index: int, chunks: Sequence[Chunk]) -> list[Json]:
-        return self._write(self._parser.push("".join(chunk.text for chunk in chunks)))
+        return self._write(self._answer.push(chunks))
 
     def ending(self, index: int, result: GenerationResult) -> list[Json]:
         """The end of the last item, and the whole response."""
-        events = self._write(self._parser.flush())
+        events = self._write(self._answer.flush())
         if not self._output:
             events += self._begin("message")
         events += self._close()
@@ -489,12 +489,12 @@ class ResponsesWriter(Writer):
         }
 
     def _usage(self, result: GenerationResult) -> Json:
-        counted = usage(self._job, [result])
+        counted = usage(self._job, [result], self._answer.reasoning_tokens)
         return {
             "input_tokens": counted["prompt_tokens"],
             "input_tokens_details": counted["prompt_tokens_details"],
             "output_tokens": counted["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": counted["completion_tokens_details"],
             "total_tokens": counted["total_tokens"],
             "speculation": counted["speculation"],
         }

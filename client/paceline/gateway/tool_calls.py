@@ -6,8 +6,8 @@ GLM-4.5) or a call in Python's form (Olmo 3). From the start of the text on also
 (Llama 3, Mistral), Python's form (Llama 3.2), or a tool's name with JSON on the next line (GLM-4).
 The marks tell the form, so that no model needs an option.
 
-Thoughts have no calls. A call is complete with its end mark, or with the last bracket of its JSON
-or Python; what is cut off before is text.
+Thoughts are apart from the text, and have no calls. A call is complete with its end mark, or with
+the last bracket of its JSON or Python; what is cut off before is text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import math
 import re
 import secrets
 import string
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,16 +40,23 @@ _WITHIN = ("[ARGS]", "[CALL_ID]", "<arg_key>", "</arg_key>", "<arg_value>", "</a
 CALL_MARKS = frozenset({*BLOCKS, *BLOCKS.values(), *_WITHIN} - {"", "<function="})
 """Special tokens that the text must have for its calls to be read."""
 
-THOUGHTS = {"<think>": "</think>", "<thinking>": "</thinking>", "[THINK]": "[/THINK]"}
+THOUGHTS = {
+    "<think>": "</think>",
+    "<thinking>": "</thinking>",
+    "<thought>": "</thought>",
+    "[THINK]": "[/THINK]",
+    "<seed:think>": "</seed:think>",
+    "<|START_THINKING|>": "<|END_THINKING|>",
+    "<|inner_prefix|>": "<|inner_suffix|>",
+    "<|channel>thought": "<channel|>",
+}
 """What thoughts begin with, and the mark that ends them."""
-THOUGHT_MARKS = frozenset({*THOUGHTS, *THOUGHTS.values()})
+THOUGHT_MARKS = frozenset({*THOUGHTS, *THOUGHTS.values(), "<|channel>"})
 """Special tokens that the text must have for its thoughts to be told from the rest."""
 
 _OPENING = (*BLOCKS, _STRAY, *THOUGHTS)
-_UNDECIDED = (*_OPENING, *THOUGHTS.values())
 _MARK = re.compile("|".join(map(re.escape, _OPENING)))
-_THOUGHT_MARK = re.compile("|".join(map(re.escape, THOUGHT_MARKS)))
-_THOUGHT_END = re.compile("|".join(map(re.escape, THOUGHTS.values())))
+_THOUGHT = re.compile("|".join(map(re.escape, THOUGHTS)))
 FUNCTOOLS = "functools["  # the form of Phi-4-mini, at the start of a text
 _SEPARATORS = " \n\r\t,;[]"  # what stands before, between and after the objects of calls
 # The keys that an object of a call may begin with.
@@ -104,9 +111,9 @@ class Reasoning:
 Part = str | Call | Reasoning  # a part of an answer
 
 
-def undecided(text: str, marks: tuple[str, ...]) -> int:
+def undecided(text: str, marks: Sequence[str]) -> int:
     """Length of the longest end of a text that may begin a mark."""
-    longest = min(len(text), max(map(len, marks)) - 1)
+    longest = min(len(text), max(map(len, marks), default=1) - 1)
     return next(
         (n for n in range(longest, 0, -1) if any(mark.startswith(text[-n:]) for mark in marks)), 0
     )
@@ -122,19 +129,18 @@ def end_of_open_thought(prompt: str, continued: str = "") -> str:
 
 
 class CallParser:
-    """Separates calls from the other text, while it streams.
+    """Separates thoughts and calls from the other text, while it streams.
+
+    A thought begins with the text, or behind another thought. Its marks elsewhere are quoted, and
+    what is a call between them is quoted too.
 
     A call is reported when it is complete. Text that turns out to be no call is passed on, without
-    the marks that are special tokens (`special`).
-
-    A thought is a part of the text, or `Reasoning` beside an answer that has a format. It begins
-    with a mark at the start of a line, or, if `in_thought`, with the text. Calls wait where the
-    text may be one: behind a mark elsewhere in a line, and from the start on if `in_thought` is
-    None. They are none if the end of a thought follows.
+    the marks that are special tokens (`special`). `thought` is the mark that ends the thought in
+    which the text begins; empty: it begins in none.
     """
 
     def __init__(
-        self, use: ToolUse, special: frozenset[str] = frozenset(), in_thought: bool | None = None
+        self, use: ToolUse, special: frozenset[str] = frozenset(), thought: str = ""
     ) -> None:
         self._use = use
         self._special = special
@@ -142,34 +148,33 @@ class CallParser:
         self._mark = ""
         self._space = ""  # before the mark
         self._within = 0  # the last place of the open block that is within a text of its call
-        self._line = ""  # what was passed on of this line
-        # "all": no calls are looked for; "named": the text is arguments; "thought"; "start": before
-        # the first character; "text"; "block" and "json": among calls.
-        begin = "thought" if in_thought and use.mode == "auto" else "start"
-        self._state = {"none": "all", "named": "named"}.get(use.mode, begin)
-        self._unsure = in_thought is None and use.mode == "auto"
-        self._seen = ""  # text since it is not sure
-        self._begun = 0  # the place there of the first call that waits
-        self._waiting: list[Part] = []
+        # "thought"; "start": before the first character of the answer; "text"; "named": the text is
+        # arguments; "block" and "json": among calls.
+        self._state = "thought" if thought else "start"
+        self._thought_end = thought  # the mark that ends the open thought
+        self._begun = False  # whether the open thought has a text
+        self._quoted_end = ""  # the mark that ends what is quoted as a thought
+        self._calling = use.mode in ("auto", "required")  # whether calls are looked for
+        self._marks = _OPENING if self._calling else tuple(special)
+        self._length = 0  # of the text so far
+        self.thoughts: list[int] = [0] * bool(thought)
+        """Places in the text where thoughts begin and end, in turn."""
         self.calls = 0  # number of calls so far
 
     def push(self, text: str) -> list[Part]:
         """The parts that became final with more text, in order."""
-        if self._state == "all":
-            return [text] if text else []
         self._left += text
-        self._seen += text if self._unsure else ""
-        return [] if self._state == "named" else list(self._sure(self._read()))
+        self._length += len(text)
+        return [part for part in self._read() if part]
 
     def flush(self) -> list[Part]:
+        parts = [part for part in self._read(final=True) if part]
         if self._state == "named" and _is_json(self._left):
-            return [self.made(self._use.name, self._left)]
-        parts = list(self._sure(self._read(final=True)))
-        parts, self._waiting = self._waiting + parts, []
+            return [*parts, self.made(self._use.name, self._left)]
         if self._state == "json" and not self.calls:
             parts += self._reported(_in_python(self._left, self._use))
             self._left = "" if self.calls else self._left
-        rest, self._left = self._left, ""
+        rest, self._left = self._left * (self._state != "thought"), ""
         if rest.strip(_SEPARATORS) or (rest and not self.calls):
             parts.append(rest)
         return parts
@@ -184,36 +189,13 @@ class CallParser:
         )
         return Call(name, arguments)
 
-    def _sure(self, parts: Iterator[Part]) -> Iterator[Part]:
-        """The parts that are final, without empty ones; the others wait."""
-        for part in parts:
-            if part == "":
-                continue
-            if isinstance(part, str):
-                self._line = (self._line + part).rpartition("\n")[2]
-            if self._unsure and (self._waiting or isinstance(part, Call)):
-                self._waiting.append(part)
-            else:
-                yield part
-
     def _read(self, *, final: bool = False) -> Iterator[Part]:
         while self._state != "named":
-            if (end := self._end_of_thought()) is not None:
-                yield from self._taken_back(end)
-            elif self._state == "thought":
-                found = _THOUGHT_END.search(self._left)
-                kept = 0 if final else undecided(self._left, tuple(THOUGHT_MARKS))
-                end = found.end() if found else len(self._left) - kept
-                thought, self._left = self._left[:end], self._left[end:]
-                yield from self._thought(thought)
-                if found is None:
+            if self._state == "thought":
+                yield from self._think(final)
+                if self._state == "thought":
                     return
-                self._state, self._mark, self._line = "start", found[0], ""
             elif self._state == "start":
-                stripped = self._left.lstrip()
-                if self._mark:  # space behind a thought belongs to it
-                    space, self._left = self._left[: len(self._left) - len(stripped)], stripped
-                    yield "" if self._use.bound else space
                 if not self._started():
                     return
             elif self._state == "json":
@@ -226,87 +208,93 @@ class CallParser:
                 if (split := self._split(final)) is None:
                     return
                 inside, end_mark, self._left, ended = split
-                self._state, self._within, self._line = "text", 0, ""
+                self._state, self._within = "text", 0
                 yield from self._block(inside, end_mark, ended)
-            elif found := _MARK.search(self._left):
+            elif self._quoted_end and (self._quoted_end in self._left or not final):
+                yield from self._quoted()
+                if self._quoted_end:
+                    return
+            elif self._calling and (found := _MARK.search(self._left)):
                 yield from self._open(found)
             else:
-                text = self._left[: len(self._left) - undecided(self._left, _UNDECIDED)].rstrip()
+                kept = 0 if final else undecided(self._left, self._marks)
+                text = self._left[: len(self._left) - kept]
+                text = text.rstrip() if self._calling else text
                 self._left = self._left[len(text) :]
-                yield text
+                yield self._plain(text)
                 return
+
+    def _quoted(self) -> Iterator[Part]:
+        """Pass on what is quoted as a thought. A call in it waits for its end."""
+        text, mark, rest = self._left.partition(self._quoted_end)
+        if mark:
+            self._quoted_end = ""
+        else:
+            call, marks = _MARK.search(text), (self._quoted_end, *_OPENING)
+            end = call.start() if call else len(text) - undecided(text, marks)
+            text = text[:end].rstrip()
+            rest = self._left[len(text) :]
+        self._left = rest
+        yield self._plain(text + mark)
+
+    def _think(self, final: bool) -> Iterator[Part]:
+        """Pass on a thought, without white space around it."""
+        text, mark, rest = self._left.partition(self._thought_end)
+        kept = 0 if mark or final else undecided(text, (self._thought_end,))
+        thought = text[: len(text) - kept].rstrip()
+        self._left = rest if mark else text[len(thought) :]
+        if thought:
+            yield Reasoning(thought if self._begun else thought.lstrip())
+        self._begun = self._begun or bool(thought)
+        if mark:
+            self.thoughts.append(self._length - len(self._left))
+            self._state, self._begun = "start", False
 
     def _started(self) -> bool:
         """Finds the form at the start of a text; False: more of it is needed."""
         stripped = self._left.lstrip()
-        names = [f"{name}\n{{" for name in self._use.names]
-        if any(
-            len(stripped) < len(each) and each.startswith(stripped) for each in [FUNCTOOLS, *names]
-        ):
+        if self.thoughts:  # white space behind a thought belongs to it
+            self._left = stripped
+        if thought := _THOUGHT.match(stripped):
+            self.thoughts.append(self._length - len(stripped))
+            self._state, self._thought_end = "thought", THOUGHTS[thought[0]]
+            self._left = stripped[thought.end() :]
+            return True
+        names = [f"{name}\n{{" for name in self._use.names] if self._calling else []
+        starts = (*THOUGHTS, FUNCTOOLS, *names) if self._calling else THOUGHTS
+        if any(len(stripped) < len(each) and each.startswith(stripped) for each in starts):
             return False
-        self._begun = len(self._seen) - len(self._left)
-        self._state, self._mark = "json" if stripped[0] in "[{" else "text", ""
+        if self._use.mode == "named":
+            self._state = "named"
+            return True
+        self._state = "json" if self._calling and stripped[0] in "[{" else "text"
         if stripped.startswith(tuple(names)):
             self._state, self._space = "block", self._left[: -len(stripped)]
             self._left = stripped
-        elif stripped.startswith(FUNCTOOLS):
+        elif self._calling and stripped.startswith(FUNCTOOLS):
             self._state, self._mark, self._left = "block", "functools", stripped[9:]
         return True
 
     def _open(self, found: re.Match[str]) -> Iterator[Part]:
         """Goes on behind a mark in a text; what is before it is final."""
         before, mark = self._left[: found.start()], found[0]
-        text = before.rstrip()
-        if not self._waiting:
-            self._begun = len(self._seen) - len(self._left) + len(text)
         self._left = self._left[found.end() :]
-        begins_line = not (self._line + before).rpartition("\n")[2].strip()
-        if mark in THOUGHTS and (begins_line or self._use.bound):
-            yield from self._settled()
-            yield text if self._use.bound else before
-            self._state, self._left = "thought", mark + self._left
-        elif mark in THOUGHTS:
-            if not self._unsure:
-                self._unsure, self._seen = True, self._left
-            yield before
-            yield from self._thought(mark)
-        elif mark == _STRAY and not self.calls:
-            yield before + mark
-        else:
-            yield text
-            self._space = before[len(text) :]
-            if mark in BLOCKS:
-                self._state, self._mark = "block", mark
+        if mark in THOUGHTS:
+            self._quoted_end = THOUGHTS[mark]
+        if mark in THOUGHTS or (mark == _STRAY and not self.calls):
+            yield self._plain(before + mark)
+            return
+        text = before.rstrip()
+        yield text
+        self._space = before[len(text) :]
+        if mark in BLOCKS:
+            self._state, self._mark = "block", mark
 
-    def _end_of_thought(self) -> int | None:
-        """Where a thought ends that the text may be, outside the texts of calls."""
-        among_calls = self._state in ("block", "json")
-        for found in _THOUGHT_MARK.finditer(self._left) if self._unsure else ():
-            if not (among_calls and self._is_within(found.start())):
-                return None if found[0] in THOUGHTS else found.end()
-        return None
-
-    def _taken_back(self, end: int) -> Iterator[Part]:
-        """What turned out to be a thought, up to this end. Calls in it are none."""
-        place = len(self._seen) - len(self._left)
-        begun = self._begun if self._waiting or self._state == "block" else place
-        thought = self._seen[begun : place + end]
-        self.calls -= sum(isinstance(part, Call) for part in self._waiting)
-        self._waiting.clear()
-        self._unsure, self._left, self._within = False, self._left[end:], 0
-        yield from self._thought(thought)
-        self._state, self._mark, self._line = "start", thought, ""
-
-    def _settled(self) -> Iterator[Part]:
-        """What waited, since a thought begins here, and so none was before."""
-        self._unsure, waiting, self._waiting = False, self._waiting, []
-        yield from waiting
-
-    def _thought(self, text: str) -> Iterator[Part]:
-        for mark in THOUGHT_MARKS if self._use.bound else THOUGHT_MARKS & self._special:
+    def _plain(self, text: str) -> str:
+        """A text without its marks that are special tokens."""
+        for mark in self._special:
             text = text.replace(mark, "")
-        if text:
-            yield Reasoning(text) if self._use.bound else text
+        return text
 
     def _split(self, final: bool) -> tuple[str, str, str, bool] | None:
         """The open block, the mark that ends it, the text behind it, and whether it has an end;

@@ -18,7 +18,7 @@ from aiohttp import web
 from paceline.client import Chunk, Detokenizer, GenerationResult, Stats, TextCodec, TokenLogprob
 
 from .admission import Place
-from .channels import AnswerParser, parser_of
+from .channels import Answer
 from .errors import ApiError, from_error
 from .generation import GenerationJob, TextEvent
 from .requests import CompletionRequest, ToolUse
@@ -95,7 +95,12 @@ class ChoicesWriter(Writer):
         """The event with `usage`, if it was asked for."""
         if not self._job.stream_options.include_usage:
             return []
-        return [self._head(self.object_of_event, [], usage(self._job, results))]
+        used = usage(self._job, results, self._reasoning_tokens())
+        return [self._head(self.object_of_event, [], used)]
+
+    def _reasoning_tokens(self) -> int:
+        """Tokens of the thoughts of all texts."""
+        return 0
 
     def _head(self, kind: str, choices: list[Json], used: Json | None) -> Json:
         fingerprint = self._job.model.facts.target_fingerprint[:12]
@@ -116,7 +121,8 @@ class ChoicesWriter(Writer):
             {"index": index, **self._choice(index, text, result), "seed": result.seed}
             for index, (text, result) in enumerate(zip(texts, results, strict=True))
         ]
-        return self._head(self.object, choices, usage(self._job, results))
+        used = usage(self._job, results, self._reasoning_tokens())
+        return self._head(self.object, choices, used)
 
     @abstractmethod
     def _choice(self, index: int, text: GeneratedText, result: GenerationResult) -> Json:
@@ -156,8 +162,9 @@ class ChoicesWriter(Writer):
         }
 
 
-def usage(job: GenerationJob, results: Sequence[GenerationResult]) -> Json:
-    """Tokens, each prompt counted once, and speculation statistics of all texts."""
+def usage(job: GenerationJob, results: Sequence[GenerationResult], reasoning: int = 0) -> Json:
+    """Tokens, each prompt counted once, and speculation statistics of all texts. `reasoning` is the
+    number of tokens of thoughts."""
     prompt, stats = job.prompt_tokens, Stats()
     for result in results:
         stats.merge(result.stats)
@@ -170,6 +177,7 @@ def usage(job: GenerationJob, results: Sequence[GenerationResult]) -> Json:
         "prompt_tokens": prompt,
         "prompt_tokens_details": {"cached_tokens": cached},
         "completion_tokens": completion,
+        "completion_tokens_details": {"reasoning_tokens": reasoning},
         "total_tokens": prompt + completion,
         "speculation": stats.summary(),
     }
@@ -245,11 +253,18 @@ class ChatWriter(ChoicesWriter):
     def __init__(self, job: GenerationJob, use: ToolUse) -> None:
         super().__init__(job)
         self._use = use
-        self._parsers: dict[int, AnswerParser] = {}
+        self._answers: dict[int, Answer] = {}
+
+    def _reasoning_tokens(self) -> int:
+        return sum(answer.reasoning_tokens for answer in self._answers.values())
+
+    def _begin(self, index: int) -> Answer:
+        answer = self._answers[index] = Answer(self._use, self._job.marks, self._job.thought)
+        return answer
 
     def _choice(self, index: int, text: GeneratedText, result: GenerationResult) -> Json:
-        parser = parser_of(self._use, self._job.marks, self._job.in_thought)
-        parts = parser.push(result.text) + parser.flush()
+        answer = self._begin(index)
+        parts = answer.push(text.chunks) + answer.flush()
         content = "".join(part for part in parts if isinstance(part, str))
         calls = [_call(part) for part in parts if isinstance(part, Call)]
         thoughts = "".join(part.text for part in parts if isinstance(part, Reasoning))
@@ -261,18 +276,17 @@ class ChatWriter(ChoicesWriter):
         return {
             "message": message,
             "logprobs": self._logprobs(result.logprobs) or None,
-            "finish_reason": _reason(result, parser),
+            "finish_reason": _reason(result, answer),
         }
 
     def opening(self, index: int, prompt_logprobs: Sequence[TokenLogprob]) -> list[Json]:
-        self._parsers[index] = parser_of(self._use, self._job.marks, self._job.in_thought)
+        self._begin(index)
         return [self._event(index, {"delta": {"role": "assistant", "content": ""}})]
 
     def chunks(self, index: int, chunks: Sequence[Chunk]) -> list[Json]:
         """An event for each part of the text; the first has the log-probabilities. There is none
         for a text that is held back, such as a call that is not complete."""
-        text = "".join(chunk.text for chunk in chunks)
-        deltas = self._deltas(index, self._parsers[index].push(text))
+        deltas = self._deltas(index, self._answers[index].push(chunks))
         logprobs = self._logprobs([each for chunk in chunks for each in chunk.logprobs])
         if not (deltas or logprobs or self._job.stream_options.include_rounds):
             return []
@@ -283,15 +297,15 @@ class ChatWriter(ChoicesWriter):
 
     def ending(self, index: int, result: GenerationResult) -> list[Json]:
         """The rest of the text, and the finish reason."""
-        parser = self._parsers[index]
+        answer = self._answers[index]
         events = [
-            self._event(index, {"delta": delta}) for delta in self._deltas(index, parser.flush())
+            self._event(index, {"delta": delta}) for delta in self._deltas(index, answer.flush())
         ]
-        reason = _reason(result, parser)
+        reason = _reason(result, answer)
         return [*events, self._last_event(index, {"delta": {}}, reason, result.seed)]
 
     def _deltas(self, index: int, parts: Sequence[Part]) -> list[Json]:
-        number = self._parsers[index].calls - sum(isinstance(part, Call) for part in parts)
+        number = self._answers[index].calls - sum(isinstance(part, Call) for part in parts)
         deltas: list[Json] = []
         for part in parts:
             if isinstance(part, str):
@@ -318,8 +332,8 @@ def _call(call: Call) -> Json:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _reason(result: GenerationResult, parser: AnswerParser) -> str:
-    return "tool_calls" if parser.calls and result.finish_reason == "stop" else result.finish_reason
+def _reason(result: GenerationResult, answer: Answer) -> str:
+    return "tool_calls" if answer.calls and result.finish_reason == "stop" else result.finish_reason
 
 
 def of_chat(entries: Sequence[TokenLogprob], codec: TextCodec) -> Json:
