@@ -94,6 +94,7 @@ def test_marks_that_begin_no_thought_are_text(text: str, special: Any) -> None:
 
 
 PIECES = ["\n", " ", "Hm.", '{"a": 1}', "```json\n", "```", '{"name": "weather"', "["]
+PIECES += ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "functools[", "weather"]
 PIECES += [*THOUGHTS, *THOUGHTS.values(), *(text for text, _ in FORMS.values()), *CHANNEL_MARKS]
 
 
@@ -130,3 +131,5 @@ def test_any_split_of_a_text_gives_the_same_parts(
     parts += split.push(text[at:]) + split.flush()
     assert joined(parts) == expected
     assert split.thoughts == whole.thoughts
+    if not whole.calls and not whole.thoughts and not marks:
+        assert "".join(part for part in parts if isinstance(part, str)) == text

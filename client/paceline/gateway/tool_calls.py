@@ -3,8 +3,11 @@
 Between marks, which are special tokens of some models and text of others: JSON (Hermes, Qwen,
 SmolLM, Granite, Phi-4-mini), a name and JSON (Mistral), tags for each argument (Qwen3-Coder,
 GLM-4.5) or a call in Python's form (Olmo 3). From the start of the text on also without marks: JSON
-(Llama 3, Mistral), Python's form (Llama 3.2), or a tool's name with JSON on the next line (GLM-4).
-The marks tell the form, so that no model needs an option.
+(Llama 3, Mistral, Qwen2.5-Coder), Python's form (Llama 3.2), or a tool's name with JSON on the next
+line (GLM-4). The marks tell the form, so that no model needs an option.
+
+JSON without marks is calls if the whole answer is objects, in fences or not, of tools on offer with
+arguments of their schemas, since it may be what somebody asked for.
 
 Thoughts are apart from the text, and have no calls. A call is complete with its end mark, or with
 the last bracket of its JSON or Python; what is cut off before is text.
@@ -23,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .requests import ToolUse
-from .tool_schemas import ANY_TYPE, TYPES, types_of
+from .tool_schemas import ANY_TYPE, TYPES, fits, types_of
 
 BLOCKS = {
     "<tool_call>": "</tool_call>",
@@ -59,9 +62,14 @@ _MARK = re.compile("|".join(map(re.escape, _OPENING)))
 _THOUGHT = re.compile("|".join(map(re.escape, THOUGHTS)))
 FUNCTOOLS = "functools["  # the form of Phi-4-mini, at the start of a text
 _SEPARATORS = " \n\r\t,;[]"  # what stands before, between and after the objects of calls
-# The keys that an object of a call may begin with.
-_KEYS = ("name", "arguments", "parameters", "type", "function", "id")
-_FIRST_KEY = re.compile(r'\s*\{\s*"([^"]*)"')
+# The same of calls without a mark.
+_FENCE = "```"
+_BETWEEN = re.compile(rf"(?:[\s,;\[\]]+|{_FENCE}\w*|{_STRAY})*")
+# The keys that an object of a call without a mark may have.
+_ARGUMENTS = ("arguments", "parameters")
+_KEYS = ("name", *_ARGUMENTS, "type", "function", "id")
+_ENTRY = re.compile(r'\s*\}?\s*[{,]\s*"(\w*)"\s*:\s*')
+_ENTRY_BEGUN = re.compile(r'\s*\}?\s*(?:[{,]\s*(?:"(\w*)(?:"\s*)?)?)?')
 _NAME_AND_JSON = re.compile(
     r"(?:functions\.)?(?P<name>[\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\]\s*)?(?=\{)"
 )
@@ -171,9 +179,6 @@ class CallParser:
         parts = [part for part in self._read(final=True) if part]
         if self._state == "named" and _is_json(self._left):
             return [*parts, self.made(self._use.name, self._left)]
-        if self._state == "json" and not self.calls:
-            parts += self._reported(_in_python(self._left, self._use))
-            self._left = "" if self.calls else self._left
         rest, self._left = self._left * (self._state != "thought"), ""
         if rest.strip(_SEPARATORS) or (rest and not self.calls):
             parts.append(rest)
@@ -199,11 +204,16 @@ class CallParser:
                 if not self._started():
                     return
             elif self._state == "json":
-                calls, self._left = _objects_in(self._left, self._use.names, only_known=True)
-                yield from self._reported(calls)
-                if self._may_be_call():
+                calls, rest = _objects_in(self._left, self._use)
+                if self._use.mode == "required":  # calls are all that may come
+                    yield from self._reported(calls)
+                    calls, self._left = [], rest
+                if not final and self._may_be_calls(rest):
                     return
-                self._state = "text"
+                if not final or not _FENCE.startswith(rest):
+                    calls = _in_python(self._left, self._use) if final else []
+                yield from self._reported(calls)
+                self._state, self._left = "text", self._left * (not calls)
             elif self._state == "block":
                 if (split := self._split(final)) is None:
                     return
@@ -261,13 +271,14 @@ class CallParser:
             self._left = stripped[thought.end() :]
             return True
         names = [f"{name}\n{{" for name in self._use.names] if self._calling else []
-        starts = (*THOUGHTS, FUNCTOOLS, *names) if self._calling else THOUGHTS
+        starts = (*THOUGHTS, FUNCTOOLS, _FENCE, *names) if self._calling else THOUGHTS
         if any(len(stripped) < len(each) and each.startswith(stripped) for each in starts):
             return False
         if self._use.mode == "named":
             self._state = "named"
             return True
-        self._state = "json" if self._calling and stripped[0] in "[{" else "text"
+        in_json = self._calling and stripped.startswith(("[", "{", _FENCE))
+        self._state = "json" if in_json else "text"
         if stripped.startswith(tuple(names)):
             self._state, self._space = "block", self._left[: -len(stripped)]
             self._left = stripped
@@ -342,30 +353,49 @@ class CallParser:
         in_tags = self._mark == "<function="
         calls, rest = _calls_in(whole if in_tags else inside, self._use, ended)
         yield from self._reported(calls)
-        if rest.strip(_SEPARATORS + "}" * bool(calls)):
-            text = self._space + (whole if not calls else rest if in_tags else self._mark + rest)
-            for special in self._special:
-                text = text.replace(special, "")
-            yield text
+        if rest.strip(_SEPARATORS + "}" * bool(calls)) or not self.calls:
+            text = whole if not calls else rest if in_tags else self._mark + rest
+            yield self._plain(self._space + text)
 
     def _reported(self, calls: list[tuple[str, str]]) -> Iterator[Part]:
         for name, arguments in calls:
             if self.calls == 0 or self._use.parallel:
                 yield self.made(name, arguments)
 
-    def _may_be_call(self) -> bool:
-        """Whether text that begins like JSON may still become a call."""
-        rest = self._left.lstrip(_SEPARATORS)
-        for name in self._use.names:
-            called = f"{name}("
-            if rest and (called.startswith(rest) or rest.startswith(called)):
+    def _may_be_calls(self, rest: str) -> bool:
+        """Whether what follows the calls that a text begins with may still become some."""
+        if _FENCE.startswith(rest) or _STRAY.startswith(rest):
+            return True
+        for called in (f"{name}(" for name in self._use.names):
+            if called.startswith(rest) or rest.startswith(called):
                 return self._left.lstrip().startswith("[")
-        try:
-            _DECODER.raw_decode(rest)
-        except (ValueError, RecursionError):
-            key = _FIRST_KEY.match(rest)
-            return not rest or (rest[0] == "{" and (key is None or key[1] in _KEYS))
+        return not _is_json(rest, front=True) and _begins_call(rest, self._use.names)
+
+
+def _begins_call(text: str, names: frozenset[str]) -> bool:
+    """Whether an object of which the end is missing may become a call of one of these tools."""
+    at = 0
+    if not text.startswith("{"):
         return False
+    while entry := _ENTRY.match(text, at):
+        key, at = entry[1], entry.end()
+        if key not in _KEYS:
+            return False
+        if key == "function":
+            continue  # its object has the same keys
+        try:
+            value, at = _DECODER.raw_decode(text, at)
+        except (ValueError, RecursionError):
+            begun = text[at:]
+            if key == "name":
+                return any(f'"{name}"'.startswith(begun) for name in names)
+            return begun[:1] in (("", "{", '"', "n") if key in _ARGUMENTS else ("", '"'))
+        if (key == "name" and value not in names) or (
+            key in _ARGUMENTS and not isinstance(value, dict | str | type(None))
+        ):
+            return False
+    last = _ENTRY_BEGUN.fullmatch(text, at)
+    return last is not None and any(key.startswith(last[1] or "") for key in _KEYS)
 
 
 def _calls_in(text: str, use: ToolUse, ended: bool) -> tuple[list[tuple[str, str]], str]:
@@ -375,7 +405,7 @@ def _calls_in(text: str, use: ToolUse, ended: bool) -> tuple[list[tuple[str, str
         return ([(text.strip(), "{}")], "") if ended else ([], text)
     fenced = _FENCED.fullmatch(text)
     text = fenced[1] if fenced else text
-    calls, rest = _objects_in(text, use.names, only_known=False)
+    calls, rest = _objects_in(text)
     if calls or not rest.strip(_SEPARATORS):
         return calls, rest
     if "<function=" in text:
@@ -386,23 +416,33 @@ def _calls_in(text: str, use: ToolUse, ended: bool) -> tuple[list[tuple[str, str
     return calls, "" if calls else text
 
 
-def _objects_in(
-    text: str, names: frozenset[str], *, only_known: bool
-) -> tuple[list[tuple[str, str]], str]:
-    """Calls that are JSON at the front of a text, and the rest. Without a mark, an object with
-    another name than a tool's may be an answer (`only_known`)."""
+def _objects_in(text: str, use: ToolUse | None = None) -> tuple[list[tuple[str, str]], str]:
+    """Calls that are JSON at the front of a text, and the rest. Without a mark, an object may be an
+    answer: with `use`, calls are those of its tools with arguments that they take."""
     calls: list[tuple[str, str]] = []
     while True:
-        rest = text.lstrip(_SEPARATORS)
+        between = _BETWEEN.match(text) if use else None
+        rest = text[between.end() :] if between else text.lstrip(_SEPARATORS)
         try:
             value, end = _DECODER.raw_decode(rest)
         except (ValueError, RecursionError):
-            return calls, text
+            return calls, rest
         call = _as_call(value)
-        if call is None or (only_known and call[0] not in names):
-            return calls, text
+        if call is None or (use is not None and not _is_taken(value, call, use)):
+            return calls, rest
         calls.append(call)
         text = rest[end:]
+
+
+def _is_taken(value: dict[str, Any], call: tuple[str, str], use: ToolUse) -> bool:
+    """Whether an object is a call of a tool, with arguments of its schema and nothing else."""
+    schemas = [tool.function.parameters for tool in use.tools if tool.function.name == call[0]]
+    try:
+        arguments = _DECODER.decode(call[1])
+    except (ValueError, RecursionError):
+        return False
+    known = value.keys() <= {*_KEYS} and isinstance(arguments, dict)
+    return known and any(fits(arguments, schema) for schema in schemas)
 
 
 def _as_call(value: Any) -> tuple[str, str] | None:
@@ -513,9 +553,10 @@ def _literal(text: str) -> Any:
     return json.loads(_as_json(ast.literal_eval(node)))
 
 
-def _is_json(text: str) -> bool:
+def _is_json(text: str, *, front: bool = False) -> bool:
+    """Whether a text is JSON, or begins with it (`front`)."""
     try:
-        _DECODER.decode(text)
+        (_DECODER.raw_decode if front else _DECODER.decode)(text)
     except (ValueError, RecursionError):
         return False
     return True

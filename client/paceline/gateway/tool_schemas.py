@@ -1,8 +1,9 @@
-"""Schemas of tools: the types of their arguments, and objects that are closed."""
+"""Schemas of tools: the types of their arguments, what fits them, and objects that are closed."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from paceline.sampling.json_schema import REFERENCES, Schema, schemas, value_at
@@ -18,6 +19,15 @@ TYPES: dict[type, str] = {
 }  # names of types in JSON
 ANY_TYPE = frozenset(TYPES.values())
 _MAX_DEPTH = 128  # deepest part of a schema in which types are looked for
+
+_MAX_PAIRS = 10_000  # pairs of a value and a schema that are compared; more fit
+_BOUNDS = {
+    "string": ("minLength", "maxLength"),
+    "array": ("minItems", "maxItems"),
+    "object": ("minProperties", "maxProperties"),
+    "integer": ("minimum", "maximum"),
+    "number": ("minimum", "maximum"),
+}  # keywords for the length of a value, or for the number that it is
 
 _OPEN = {"additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames"}
 # Schemas that hold for the same value as the one that they are in.
@@ -98,6 +108,54 @@ def types_of(root: Schema, key: str) -> frozenset[str]:
         return allowed or ANY_TYPE
 
     return types(root, True, 0)
+
+
+def fits(root_value: Any, root: Schema) -> bool:
+    """Whether a value of JSON may be an instance of a schema: by types, listed values, bounds,
+    properties and items, and references within it. Patterns, formats, `not` and conditions are not
+    looked at."""
+    known: dict[tuple[int, int], bool] = {}
+
+    def matches(value: Any, schema: Any, depth: int) -> bool:
+        if not isinstance(schema, dict) or depth > _MAX_DEPTH or len(known) > _MAX_PAIRS:
+            return schema is not False
+        pair = id(value), id(schema)
+        if pair not in known:
+            known[pair] = True  # of a schema that refers to itself
+            known[pair] = all(checks(value, schema, depth + 1))
+        return known[pair]
+
+    def checks(value: Any, schema: Schema, depth: int) -> Iterator[bool]:
+        kind = TYPES[type(value)]
+        whole = isinstance(value, float) and value.is_integer()
+        yield not _own_types(schema).isdisjoint({kind, "integer"} if whole else {kind})
+        for name, values in (("enum", schema.get("enum")), ("const", [schema.get("const")])):
+            yield name not in schema or not isinstance(values, list) or value in values
+        size = len(value) if isinstance(value, str | list | dict) else value
+        for name, sign in zip(_BOUNDS.get(kind, ()), (1, -1), strict=False):
+            bound = schema.get(name)
+            yield not isinstance(bound, int | float) or sign * size >= sign * bound
+        if isinstance(value, dict):
+            needed = {each for each in _listed(schema, "required") if isinstance(each, str)}
+            yield value.keys() >= needed
+            named = schema.get("properties")
+            named = named if isinstance(named, dict) else {}
+            other = "patternProperties" in schema or schema.get("additionalProperties")
+            yield all(matches(each, named.get(key, other), depth) for key, each in value.items())
+        if isinstance(value, list):
+            first = _listed(schema, "prefixItems") or _listed(schema, "items")
+            yield all(matches(*pair, depth) for pair in zip(value, first, strict=False))
+            items = schema.get("items")
+            yield all(matches(each, items, depth) for each in value[len(first) :])
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and reference.startswith("#"):
+            yield matches(value, value_at(root, reference[1:]), depth)
+        yield all(matches(value, each, depth) for each in _listed(schema, "allOf"))
+        for name in ("anyOf", "oneOf"):
+            parts = _listed(schema, name)
+            yield not parts or any(matches(value, each, depth) for each in parts)
+
+    return matches(root_value, root, 0)
 
 
 def _own_types(schema: Schema) -> frozenset[str]:
