@@ -7,29 +7,16 @@ A message is a header and a body between marks, which are special tokens:
 
 from __future__ import annotations
 
-import json
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from paceline.client import Chunk, TextCodec
-from paceline.sampling.json_schema import WHITESPACE, without_annotations
 
-from .errors import bad_request
 from .requests import ToolUse
-from .tool_calls import (
-    BLOCKS,
-    CALL_MARKS,
-    FUNCTOOLS,
-    THOUGHT_MARKS,
-    THOUGHTS,
-    CallParser,
-    Part,
-    Reasoning,
-    undecided,
-)
+from .tool_calls import CALL_MARKS, THOUGHT_MARKS, CallParser, Part, Reasoning, undecided
 
 _HEADERS = ("<|start|>", "<|channel|>")
 _BODY = "<|message|>"
@@ -85,112 +72,6 @@ class Answer:
 
     def flush(self) -> list[Part]:
         return self._parser.flush()
-
-
-def grammar_beside_calls(
-    use: ToolUse,
-    constraint: dict[str, Any],
-    codec: TextCodec,
-    eos_token_ids: Sequence[int],
-    prompt: str,
-    thought: str,
-) -> str:
-    """A grammar, in Lark's notation, of texts that are calls in any form, or an answer that a JSON
-    schema or a regular expression constrains, each behind thoughts or not.
-
-    Only the beginning of calls is told, since "auto" leaves the rest to the model. Marks are the
-    model's own: its tokens, and texts that the prompt has, as where a template explains the form;
-    Hermes's too. `thought` is the mark that ends the thought in which the prompt ends; empty: none.
-    """
-    known = {mark: codec.added_id(mark) for mark in CALL_MARKS | CHANNEL_MARKS | THOUGHT_MARKS}
-    ids = {mark: id for mark, id in known.items() if id is not None}
-
-    def token(*marks: str, besides: bool = False) -> str:
-        """One of these tokens; if `besides`, any but them and those that end the text."""
-        found = [ids[mark] for mark in marks if mark in ids]
-        found += eos_token_ids if besides else []
-        return f"<[{'^' * besides}{','.join(map(str, found))}]>"
-
-    any_token = token(besides=True)
-    names = "|".join(map(_in_pattern, sorted(use.names)))
-    rules: list[str] = []
-    before_answer = ""
-    if ids.keys() >= CHANNEL_MARKS:
-        channel, message = token("<|channel|>"), token(_BODY)
-        before_answer = rf'({channel} "final" (/ ?/ {token(_CONSTRAIN)} "json")? {message})?'
-        to = rf"to=functions\.({names})( [^<]*)?/ {any_token}+"
-        calls = [f"{channel} /(analysis|commentary) {to}", f"/ ?{to}"]
-        thoughts = [
-            f'{channel} "analysis" {message} {token(*_ENDS, besides=True)}* {token("<|end|>")} '
-            f'{token("<|start|>")} "assistant"'
-        ]
-    else:
-        texts = [
-            _in_pattern(mark)
-            for mark in BLOCKS
-            if mark not in ids and (mark in prompt or mark == "<tool_call>")
-        ]
-        texts += [_in_pattern(FUNCTOOLS), rf"\[({names})\(", rf"({names})\n\{{"]
-        calls = [f"/({'|'.join(texts)})(.|\n)*/ {any_token}*", r"json (/[;,\s]+/ json)*"]
-        calls += [f"{token(*BLOCKS)} {any_token}+"] if ids.keys() & BLOCKS.keys() else []
-        rules.append(f"json: %json {json.dumps(_calls_schema(use))}")
-        thoughts = []
-        for start, end in THOUGHTS.items():
-            if not (end == thought if thought else start in ids or start in prompt):
-                continue
-            begin = token(start) if start in ids else json.dumps(start, ensure_ascii=False)
-            rest = f"{token(end, besides=True)}* {token(end)}"
-            if end not in ids:
-                rest = f"rest{len(rules)}"
-                rules.append(f"{rest}[suffix={json.dumps(end, ensure_ascii=False)}]: /(.|\n)*/")
-            thoughts.append(rest if thought else f"{begin} {rest}")
-    before = "thought" if thought else "thought*" if thoughts else ""
-    rules += [rf"thought: ({' | '.join(thoughts)}) /\s*/"] if thoughts else []
-    return "\n".join(
-        [
-            f"start: {before} (calls | {before_answer} answer)",
-            f"calls: {' | '.join(calls)}",
-            f"answer: {_answer(constraint)}",
-            *rules,
-        ]
-    )
-
-
-def _calls_schema(use: ToolUse) -> dict[str, Any]:
-    """A schema of calls in JSON, whose arguments are any."""
-    free = {"type": "object"}
-    call = {
-        "type": "object",
-        "properties": {
-            "type": {"const": "function"},
-            "name": {"enum": sorted(use.names)},
-            **dict.fromkeys(("arguments", "parameters"), free),
-        },
-        "required": ["name"],
-        "additionalProperties": False,
-        "x-guidance": {"whitespace_pattern": WHITESPACE},
-    }
-    return {"anyOf": [call, {"type": "array", "items": call, "minItems": 1}]}
-
-
-def _answer(constraint: dict[str, Any]) -> str:
-    """A JSON schema or a regular expression in Lark's notation."""
-    if pattern := constraint.get("regex"):
-        escaped = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", pattern, flags=re.DOTALL)
-        return f"/{escaped}/".replace("\n", r"\n")
-    source = constraint["json_schema"]
-    text = without_annotations(source if isinstance(source, str) else json.dumps(source))
-    try:
-        schema = json.loads(text)
-    except (ValueError, RecursionError):
-        raise bad_request("the JSON schema is no JSON", "response_format") from None
-    if isinstance(schema, dict):
-        schema["x-guidance"] = {"whitespace_pattern": WHITESPACE}
-    return f"%json {json.dumps(schema)}"
-
-
-def _in_pattern(text: str) -> str:
-    return re.escape(text).replace("/", r"\/").replace("\n", "n")
 
 
 class ChannelParser:

@@ -25,10 +25,12 @@ from paceline.client import (
     checked_prompt,
 )
 from paceline.sampling import CONSTRAINTS
+from paceline.service.limits import CONSTRAINT_BYTES
 from paceline.telemetry.names import Span
 
 from .admission import Place
-from .channels import grammar_beside_calls, marks_of
+from .answer_grammar import answer_grammar
+from .channels import marks_of
 from .errors import ApiError, bad_request
 from .options import GatewayOptions
 from .requests import (
@@ -168,18 +170,29 @@ class JobBuilder:
         continued = body.messages[-1].content if body.continue_final_message else ""
         thought = end_of_open_thought(text, text_of(continued or ""))
         common: dict[str, Any] = {"special_tokens": sorted(marks)}
-        if body.constraint() and not use.bound:
-            thought = ""  # what binds the whole text leaves no room for a thought
-        if use.bound and model.codec is not None:
-            eos = list(model.facts.eos_token_ids)
-            grammar = grammar_beside_calls(use, body.constraint(), model.codec, eos, text, thought)
+        grammar, constraint, eos = "", body.constraint(), list(model.facts.eos_token_ids)
+        if model.codec is not None and eos and "grammar" not in constraint:
+            budget = body.thinking_token_budget
+            grammar = answer_grammar(use, constraint, model.codec, eos, text, thought, budget)
+        changes = text.changes
+        if (
+            len(grammar) > CONSTRAINT_BYTES
+            and not constraint
+            and body.thinking_token_budget is None
+        ):
+            grammar = ""
+            unbound = f"calls are not bound: their schemas have more than {CONSTRAINT_BYTES} bytes"
+            changes = "; ".join(filter(None, (changes, unbound)))
+        if grammar:
             common |= {**dict.fromkeys(CONSTRAINTS), "grammar": grammar}
+        elif constraint:
+            thought = ""  # what binds the whole text leaves no room for a thought
         return replace(
             job,
             choices=[{**choice, **common} for choice in job.choices],
             marks=marks,
             thought=thought,
-            changes=text.changes,
+            changes=changes,
             operation=Span.CHAT,
         )
 

@@ -203,6 +203,8 @@ class CallingRequest(Body):
     tools: Items[Any] = Field(default=[])
     tool_choice: Any = "auto"
     parallel_tool_calls: bool = True
+    thinking_token_budget: int | None = Field(default=None, ge=0, lt=2**31)
+    """Maximum number of tokens of a thought, which the mark that ends it follows then."""
 
     @field_validator("tool_choice", mode="before")
     @classmethod
@@ -239,8 +241,6 @@ class ToolUse:
     mode: Literal["none", "auto", "required", "named"]
     parallel: bool = True  # whether there may be several calls
     name: str = ""  # function to be called, in mode "named"
-    # Whether an answer that is no call has a format. A grammar is one of the whole text.
-    bound: bool = False
 
     @property
     def names(self) -> frozenset[str]:
@@ -526,8 +526,7 @@ class ChatRequest(GenerationRequest, CallingRequest):
             raise bad_request("tool_choice 'required' needs tools", "tool_choice")
         if choice == "none" or not tools:
             return ToolUse([], "none")
-        bound = not super().constraint().keys() <= {"grammar"}
-        return ToolUse(tools, choice, self.parallel_tool_calls, bound=bound)
+        return ToolUse(tools, choice, self.parallel_tool_calls)
 
     def constraint(self) -> dict[str, Any]:
         """The constraint of the text, that of the tools included."""
