@@ -7,7 +7,7 @@ import pytest
 
 from paceline.cli.command import CommandError, expand_config
 from paceline.cli.main import COMMANDS, build_parser, main
-from paceline.cli.serve import Restarted
+from paceline.cli.supervisor import Restarted
 from paceline.harness import ServiceProcess
 from paceline.service.options import add_options, byte_count, given_options, to_words
 from paceline.verifier import VerifierOptions

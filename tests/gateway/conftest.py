@@ -15,7 +15,7 @@ from openai import AsyncOpenAI
 from yarl import URL
 
 from paceline.client import Client, RetryOptions
-from paceline.gateway import GatewayOptions, run_gateway
+from paceline.gateway import GatewayOptions, OneModel, run_gateway
 
 
 @dataclass
@@ -52,7 +52,7 @@ async def serve_gateway(
     ) as client:
         server = asyncio.create_task(
             run_gateway(
-                client,
+                OneModel(client),
                 GatewayOptions(**{"address": "127.0.0.1:0", **options}),
                 on_ready=ready.set_result,
                 stop_event=stop,

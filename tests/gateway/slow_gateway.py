@@ -9,7 +9,7 @@ import sys
 from fakes.transport import MockTransport
 
 from paceline.client import Client, RetryOptions
-from paceline.gateway import GatewayOptions, run_gateway
+from paceline.gateway import GatewayOptions, OneModel, run_gateway
 
 TEXT = "The quick brown fox jumps over the lazy dog. "
 TEMPLATE = (
@@ -28,7 +28,10 @@ async def _main() -> None:
     retry = RetryOptions(budget=0)
     async with Client(transport=transport, cache_dir=None, retry=retry) as client:
         await run_gateway(
-            client, options, on_ready=lambda address: print(address, flush=True), stop_event=stop
+            OneModel(client),
+            options,
+            on_ready=lambda address: print(address, flush=True),
+            stop_event=stop,
         )
 
 

@@ -10,15 +10,15 @@ import json
 import logging
 import os
 import shlex
-import signal
 import sys
 import time
 import webbrowser
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import grpc
@@ -27,12 +27,16 @@ from paceline.cli.command import CommandError, added_by, exit_with, refuse_optio
 from paceline.cli.fetch import FetchError, fetch
 from paceline.cli.main import main
 from paceline.cli.progress import described, waiting
+from paceline.cli.serve_models import Manager, ServedModel, memory_for, serve_models
 from paceline.cli.service_process import (
     DRAFTER_ADDRESS,
     VERIFIER_ADDRESS,
     add_shared_arguments,
+    run_async,
     set_torch_environment,
+    stop_with_stdin,
     write_atomically,
+    write_phases,
 )
 from paceline.cli.services import (
     KEY_FILE_VARIABLE,
@@ -43,20 +47,28 @@ from paceline.cli.services import (
     load_arguments,
 )
 from paceline.cli.shipped import models_folder, only_looks_up, smaller_model
+from paceline.cli.supervisor import Supervisor
 from paceline.client import InvalidRequestError, TlsOptions
+from paceline.device import has_driver
 from paceline.drafter import DrafterSpec, LoadError
 from paceline.harness import (
-    JOIN_SECONDS,
     NO_PROXY,
     Kind,
-    ProcessFailed,
     ServiceProcess,
     has_drafter,
     model_of,
     with_port,
 )
-from paceline.harness.models import MODEL, MODELS, drafter_spec, local_model, name_of
+from paceline.harness.models import (
+    MODEL,
+    MODELS,
+    drafter_spec,
+    local_model,
+    models_in,
+    name_of,
+)
 from paceline.service import ServerOptions, check_address, configure_logging
+from paceline.service.files import user_path
 from paceline.service.options import (
     OptionsError,
     given_options,
@@ -66,6 +78,7 @@ from paceline.service.options import (
     to_words,
     words_of,
 )
+from paceline.service.phases import phases
 from paceline.service.runtime import trim
 from paceline.tokens import TokenError, certified_name, note_services, own_token
 from paceline.v1 import verifier_pb2
@@ -80,62 +93,23 @@ _OF_ALL = ("address", "model_name", "drain_seconds", *_METRICS)
 _SHARED_MODULES = ("paceline.verifier.service", "paceline.drafter.service", "paceline.decoder")
 """What verifier and drafter import."""
 
-# Unit of all: seconds.
-_POLL_INTERVAL = 0.05
-_FIRST_DELAY = 0.5
-_MAX_DELAY = 30.0
-_STEADY = 60.0  # after this uptime the back-off starts again
-
 _RESTART_SECONDS = 600.0  # maximum wait of a text for a verifier that is restarted
-
-_MAX_UNREADY = 3  # how often a verifier may die in a row before it answers calls
-
-
-class Restarted:
-    """A service that is spawned again, with back-off, at the same address after it died."""
-
-    def __init__(self, process: ServiceProcess) -> None:
-        self._process = process
-        self._next_delay = _FIRST_DELAY
-        self._started, self._restart_at = time.monotonic(), 0.0
-        self._unready = 0
-
-    def delay(self, uptime: float) -> float:
-        """The delay after a failure with this uptime: it doubles. Unit: seconds."""
-        delay = _FIRST_DELAY if uptime >= _STEADY else self._next_delay
-        self._next_delay = min(2 * delay, _MAX_DELAY)
-        return delay
-
-    def poll(self) -> None:
-        """Restart the service if it died and the delay is over. Raises ProcessFailed if a verifier
-        died `_MAX_UNREADY` times in a row before it answered calls."""
-        now, kind = time.monotonic(), self._process.kind
-        if self._process.returncode is None:
-            return
-        if not self._restart_at:
-            self._unready = 0 if self._process.was_ready else self._unready + 1
-            if kind == "verifier" and self._unready == _MAX_UNREADY:
-                times = f"died {_MAX_UNREADY} times in a row before it answered calls"
-                raise self._process.failed(f"{times}, with code {self._process.returncode}")
-            delay = self.delay(now - self._started)
-            self._restart_at = now + delay
-            waits = "texts wait" if kind == "verifier" else "generations continue without it"
-            logger.warning(
-                "the %s died; %s until it is restarted",
-                kind,
-                waits,
-                extra={"code": self._process.returncode, "restart_in_seconds": delay},
-            )
-        elif now >= self._restart_at:
-            self._process.spawn()
-            self._started, self._restart_at = now, 0.0
+_KEEP_SECONDS = 300.0  # for which one of several models stays loaded without a request
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", nargs="?", type=_model, metavar="MODEL", help=MODEL)
+    several = f"{MODEL}; or a folder of several. Several are loaded when they are asked for"
+    add("model", nargs="*", type=_model, default=[], metavar="MODEL", help=several)
     # What a config file gives as the verifier's target.
     add("--target", type=_model, help=argparse.SUPPRESS)
+    add(
+        "--keep",
+        type=float,
+        metavar="SECONDS",
+        help="unload a model after this time without a request for it (default: 300 with several "
+        "models; the only one stays)",
+    )
     add("--open", action="store_true", help="open the gateway's page in a browser")
     add(
         "--verifier-address",
@@ -153,13 +127,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_verifier_options(parser)
     _add_drafter_arguments(parser)
     _add_gateway_arguments(parser)
+    parser.add_argument("--stop-with-stdin", action="store_true", help=argparse.SUPPRESS)
     add_shared_arguments(parser)
     parser.set_defaults(log_level=None)
 
 
 def _model(text: str) -> Path:
-    """Type of an argument that takes a model, as `local_model`; a named one is fetched later."""
-    return MODELS[text].path if text in MODELS else local_model(text)
+    """Type of an argument that takes a model, as `local_model`, or a folder of several; a named one
+    is fetched later."""
+    if text in MODELS:
+        return MODELS[text].path
+    path = user_path(text)
+    return path if models_in(path) else local_model(text)
 
 
 def _add_drafter_arguments(parser: argparse.ArgumentParser) -> None:
@@ -211,27 +190,31 @@ def _add_gateway_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run all as of `_run`. Without a token they get one that only commands of this user find."""
-    with exit_with(2, OptionsError, TokenError), ExitStack() as stack:
-        for name in ("verifier_address", "drafter_address"):
-            setattr(args, name, with_port(getattr(args, name)))
-        addresses = (args.verifier_address, args.drafter_address)
-        if read_token(args.token_file) is None and all(map(stays_on_this_machine, addresses)):
-            args.token_file = stack.enter_context(own_token(addresses))
-            # Who reads metrics on this machine needs no token, as with services that have none.
-            if args.metrics_address and stays_on_this_machine(args.metrics_address):
-                args.insecure_metrics = True
-        return _run(args)
+    """Run all as of `_run_model`, or several models as of `_run_models`. Without a token they get
+    one that only commands of this user find."""
+    write_phases(args)
+    if args.stop_with_stdin:
+        stop_with_stdin()
+    try:
+        with exit_with(2, OptionsError, TokenError), ExitStack() as stack:
+            for name in ("verifier_address", "drafter_address"):
+                setattr(args, name, with_port(getattr(args, name)))
+            addresses = (args.verifier_address, args.drafter_address)
+            if read_token(args.token_file) is None and all(map(stays_on_this_machine, addresses)):
+                args.token_file = stack.enter_context(own_token(addresses))
+                # Who reads metrics on this machine needs no token, as with services that have none.
+                if args.metrics_address and stays_on_this_machine(args.metrics_address):
+                    args.insecure_metrics = True
+            return _run(args)
+    except CommandError as error:
+        phases.on_change(str(error))
+        raise
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Run all until a signal; 0 after a drain, 1 if the verifier dies at each start, 2 if one does
-    not start.
-
-    SIGTERM and SIGINT are forwarded to all services: the first drains, a second ends at once.
-    """
-    model = args.model or args.target
-    if model is None:
+    given = args.model or filter(None, [args.target])
+    models = list(dict.fromkeys(each for path in given for each in models_in(path) or [path]))
+    if not models:
         raise CommandError(f"which model? Give a {MODEL}")
     if args.gateway_address == "none":
         unused = {"open", *added_by(_add_gateway_arguments)}
@@ -242,6 +225,87 @@ def _run(args: argparse.Namespace) -> int:
         on_terminal = sys.stderr.isatty() and args.log_format != "json"
         args.log_level = "warning" if on_terminal else "info"
     configure_logging(args.log_format, args.log_level, "serve")
+    # Chosen beforehand, so that all start side by side.
+    args.gateway_address = with_port(args.gateway_address)
+    if len(models) == 1 and args.keep is None:
+        return _run_model(args, models[0])
+    return _run_models(args, models)
+
+
+def _run_models(args: argparse.Namespace, models: Sequence[Path]) -> int:
+    """Run a gateway, and models while they are asked for, as of `serve_models`."""
+    refuse_options(args, "with several models", {"model_name", "lora", "draft_socket"})
+    if args.gateway_address == "none" or find_spec("aiohttp") is None:
+        raise CommandError(
+            "several models are loaded by requests to the gateway: install it with pip install "
+            "'paceline[gateway]', and give it an address"
+        )
+    keep = _KEEP_SECONDS if args.keep is None else args.keep
+    if not keep >= 0:
+        raise CommandError(f"--keep is {keep:g}, expected seconds, 0 or more")
+    names = [name_of(path) or path.name.removesuffix(".gguf") for path in models]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise CommandError(f"several models have the name {min(twice)}: rename a file or folder")
+    _check_options(args)
+    for model in models:
+        try:
+            _fetch(model, with_drafter=not args.drafter)
+        except CommandError as error:
+            logger.warning("%s; it is tried again when %s is asked for", error, model)
+    memory, memory_of, show = memory_for(args, len(models))
+    with TemporaryDirectory(prefix="paceline-models-") as folder:
+        socket = Path(folder, "models")
+        served = [
+            ServedModel(name, path, _service_of_model(args, index, name, path, folder))
+            for index, (name, path) in enumerate(zip(names, models, strict=True))
+        ]
+        words = [f"--models-socket={socket}", f"--retry-seconds={_RESTART_SECONDS:g}"]
+        gateway = _service("gateway", args.gateway_address, [*words, *_gateway_arguments(args)])
+
+        def ready() -> None:
+            print(
+                f"serving {', '.join(names)}: each is loaded when it is asked for, and unloaded "
+                f"after {keep:g} s without a request, or for another one: of {show(memory)} they "
+                f"take up to {', '.join(show(memory_of(each)) for each in served)}\n"
+                f"gateway   {_url(gateway, args)}\n"
+                f"try       {_request(gateway, names[0], args, chat=True)}\nCtrl-C stops all",
+                flush=True,
+            )
+            _note_ready(args, [gateway])
+
+        manager = Manager(served, memory, memory_of, keep)
+        return run_async(serve_models(manager, gateway, socket, ready))
+
+
+def _service_of_model(
+    args: argparse.Namespace, index: int, name: str, path: Path, folder: str
+) -> ServiceProcess:
+    """`paceline serve` of one of several models. The first one has the given addresses."""
+    addresses = args.verifier_address, args.drafter_address
+    verifier, drafter = (
+        addresses if not index else (f"unix:{folder}/{index}v", f"unix:{folder}/{index}d")
+    )
+    return ServiceProcess(
+        "serve",
+        [
+            *(name if name in MODELS else str(path), f"--model-name={name}"),
+            *("--gateway-address=none", f"--drafter-address={drafter}"),
+            *to_words(args, VerifierOptions, ("model_name", "lora")),
+            *words_of(args, ("drafter", "drafter_device", "root")),
+            *_common(args, 3 * index),  # ports for metrics: its own, its drafter's, the gateway's
+        ],
+        address=verifier,
+        show_log=True,
+        ready_seconds=float("inf"),
+    )
+
+
+def _run_model(args: argparse.Namespace, model: Path) -> int:
+    """Run a model until a signal; 0 after a drain, 1 if the verifier dies at each start, 2 if a
+    service does not start.
+
+    SIGTERM and SIGINT are forwarded to all services: the first drains, a second ends at once.
+    """
     _fetch(model, with_drafter=not args.drafter)
     print(
         f"loading {described(model)}; the first start on a machine also measures its steps and "
@@ -249,8 +313,6 @@ def _run(args: argparse.Namespace) -> int:
         flush=True,
     )
     began = time.monotonic()
-    # Chosen beforehand, so that all start side by side.
-    args.gateway_address = with_port(args.gateway_address)
     with waiting(lambda: "reading the model", logger.info):
         _check(args, model)
         needs_drafter = _needs_drafter(args, model)
@@ -290,12 +352,9 @@ def _run(args: argparse.Namespace) -> int:
         note_ready()
         spent = (f"{each.kind}: {each.phase}" for each in processes if each.phase)
         print(f"ready after {time.monotonic() - began:.0f} s; {'; '.join(spent)}".rstrip("; "))
-        print(_announcement(model_of(channel(), metadata), processes, args), flush=True)
-        if args.ready_file is not None:
-            lines = (f"{process.address}\n" for process in processes)
-            write_atomically(args.ready_file, "".join(lines))
-        if args.open and (url := _url(processes[-1], args)).startswith("http"):
-            webbrowser.open(url)
+        if not args.stop_with_stdin:
+            print(_announcement(model_of(channel(), metadata), processes, args), flush=True)
+        _note_ready(args, processes)
 
     with ExitStack() as stack:
         noted = note_services([verifier, drafter] if drafts else [verifier], unused_address)
@@ -303,6 +362,15 @@ def _run(args: argparse.Namespace) -> int:
         # Its threads start with its first use, when the services have been forked.
         channel = cache(lambda: stack.enter_context(_channel(verifier, args)))
         return Supervisor(processes, joined, ready).run()
+
+
+def _note_ready(args: argparse.Namespace, processes: Sequence[ServiceProcess]) -> None:
+    """Write the addresses of services that are ready, and open the page of the last one."""
+    if args.ready_file is not None:
+        lines = (f"{process.address}\n" for process in processes)
+        write_atomically(args.ready_file, "".join(lines))
+    if args.open and (url := _url(processes[-1], args)).startswith("http"):
+        webbrowser.open(url)
 
 
 def _fetch(model: Path, *, with_drafter: bool) -> None:
@@ -320,9 +388,9 @@ def _fetch(model: Path, *, with_drafter: bool) -> None:
             logger.warning("serving without the drafter %s: %s", named.drafter, error)
 
 
-def _check(args: argparse.Namespace, model: Path) -> None:
-    """Raises CommandError for arguments that a service would refuse, before anything starts."""
-    with exit_with(2, OptionsError, ValueError, OSError, LoadError):
+def _check_options(args: argparse.Namespace) -> None:
+    """Raises CommandError for options that a service would refuse, before anything starts."""
+    with exit_with(2, OptionsError, ValueError, OSError):
         servers = [
             ServerOptions.from_args(_at(_shifted(args, offset), address))
             for offset, address in enumerate((args.verifier_address, args.drafter_address))
@@ -335,6 +403,12 @@ def _check(args: argparse.Namespace, model: Path) -> None:
             check_address(address)
         VerifierOptions(**given_options(args, VerifierOptions), threads=args.threads)
         set_torch_environment(args.threads)
+
+
+def _check(args: argparse.Namespace, model: Path) -> None:
+    """The same for a model and its drafters."""
+    _check_options(args)
+    with exit_with(2, OptionsError, ValueError, OSError, LoadError):
         _import_once()
         # They import torch, which reads the environment.
         from paceline.convert import open_model
@@ -365,8 +439,6 @@ def _needs_drafter(args: argparse.Namespace, model: Path) -> bool:
         return True
     if "ngram" not in VerifierOptions(**given_options(args, VerifierOptions)).sources:
         return True
-    from paceline.device import has_driver  # late: before the environment of torch is set
-
     on_gpu = args.device != "cpu" and has_driver()
     with exit_with(2, OSError, LoadError):
         weights = args.weights or "auto"
@@ -534,113 +606,3 @@ def _shifted(args: argparse.Namespace, offset: int) -> argparse.Namespace:
         return args
     address = f"{host}{colon}{int(port) + offset}"
     return argparse.Namespace(**{**vars(args), "metrics_address": address})
-
-
-class Supervisor:
-    """A verifier and services beside it, not yet started, each of which is restarted when it dies.
-    `on_ready` is called once when all answer calls and the drafter, if there is one, has joined."""
-
-    def __init__(
-        self,
-        processes: Sequence[ServiceProcess],
-        joined: Callable[[], bool],
-        on_ready: Callable[[], None],
-    ) -> None:
-        self._verifier = processes[0]
-        self._processes = processes
-        self._joined = joined
-        self._on_ready = on_ready
-        # Signal handlers only append; the loops below react.
-        self._signals: list[int] = []
-
-    def run(self) -> int:
-        """Run until a signal or a failure; the exit code of `paceline serve`."""
-        numbers = (signal.SIGTERM, signal.SIGINT)
-
-        def record(number: int, _frame: object) -> None:
-            self._signals.append(number)
-
-        handlers = {number: signal.signal(number, record) for number in numbers}
-        try:
-            if not self._start():
-                return self._drain()
-            self._on_ready()
-            return self._supervise()
-        except ProcessFailed as failure:
-            # A service that refuses to start has said why.
-            if not any(process.returncode == 2 for process in self._processes):
-                logger.error("cannot serve: %s", failure)
-            return 2
-        finally:
-            for process in self._processes:
-                process.stop()
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-
-    def _start(self) -> bool:
-        """Start all and wait until they answer; False: a signal came. Raises ProcessFailed if one
-        does not start."""
-        for process in self._processes:
-            process.spawn()
-        for process in self._processes:
-            logger.debug("started: paceline %s", shlex.join((process.kind, *process.arguments)))
-        with waiting(self._starting, logger.info):
-            while not self._signals:
-                ready = [each.poll_ready() for each in self._processes]  # each, as any may fail
-                if all(ready):
-                    break
-                time.sleep(_POLL_INTERVAL)
-            self._wait_joined()
-        return not self._signals
-
-    def _starting(self) -> str:
-        """What does not answer yet, and what it is busy with."""
-        found = [f"{each.kind} {each.phase}" for each in self._processes if not each.was_ready]
-        return f"starting: {'; '.join(found) or 'the drafter joins'}"
-
-    def _supervise(self) -> int:
-        """Restart what dies, until a signal, or until the verifier cannot be restarted."""
-        restarted = [Restarted(process) for process in self._processes]
-        try:
-            while not self._signals:
-                time.sleep(_POLL_INTERVAL)
-                for service in restarted:
-                    service.poll()
-        except ProcessFailed as failure:
-            logger.error("cannot go on: %s; the log above says why", failure)
-            # Twice: texts that wait for the verifier end now, and not with a drain.
-            self._signals += [signal.SIGTERM, signal.SIGINT]
-            self._drain()
-            return 1
-        return self._drain()
-
-    def _wait_joined(self) -> None:
-        """Wait until the drafter has joined, for a signal or for the end of a service."""
-        deadline = time.monotonic() + JOIN_SECONDS
-        while not (
-            self._signals
-            or self._joined()
-            or any(process.returncode is not None for process in self._processes)
-        ):
-            if time.monotonic() > deadline:
-                logger.error(
-                    "the drafter has not joined the verifier within %g s: generations run without "
-                    "drafts until it does; its log above says why",
-                    JOIN_SECONDS,
-                )
-                return
-            time.sleep(_POLL_INTERVAL)
-
-    def _drain(self) -> int:
-        dead = self._verifier.returncode is not None
-        forwarded = 0
-        while any(process.returncode is None for process in self._processes):
-            while forwarded < len(self._signals):
-                for process in self._processes:  # another signal: two equal ones may come as one
-                    process.send_signal(signal.SIGINT if forwarded else signal.SIGTERM)
-                forwarded += 1
-            time.sleep(_POLL_INTERVAL)
-        if len(self._signals) > 1:
-            return 128 + self._signals[-1]
-        # While it loads its model a verifier has no handler: the signal ends it.
-        return 0 if dead or self._verifier.returncode in (0, -signal.SIGTERM) else 1

@@ -121,10 +121,7 @@ def run_service(
     if os.getpid() == 1:
         FAILURE_FILE.unlink(missing_ok=True)
     with traced(f"paceline-{kind}"), ExitStack() as starting:
-        if args.stop_with_stdin and args.ready_file is not None:
-            phase_file = args.ready_file.with_suffix(PHASE)
-            phases.on_change = lambda now: write_atomically(phase_file, now)
-        else:
+        if not write_phases(args):
             starting.enter_context(waiting(lambda: f"starting: {phases.current}", logger.info))
         phases.begin("importing")
         write_ready = ready_writer(args)
@@ -145,6 +142,7 @@ def run_service(
             service = build(metrics)
         except (OptionsError, ServiceError, ValueError, OSError) as error:
             starting.close()
+            phases.on_change(str(error))  # whoever started this process tells why it has failed
             return refuse(error)
         try:
             run_async(run_server(service, options, metrics=metrics, on_ready=on_ready))
@@ -154,6 +152,16 @@ def run_service(
         logging.shutdown()
         os._exit(0)  # a model that is still being loaded would delay, or crash, a usual exit
     return 0
+
+
+def write_phases(args: argparse.Namespace) -> bool:
+    """Write the phases of the start where `ServiceProcess` reads them, if that is who started this
+    process."""
+    if not (args.stop_with_stdin and args.ready_file is not None):
+        return False
+    phase_file = args.ready_file.with_suffix(PHASE)
+    phases.on_change = lambda now: write_atomically(phase_file, now)
+    return True
 
 
 def raise_file_limit() -> None:

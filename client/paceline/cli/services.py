@@ -27,7 +27,7 @@ from paceline.cli.service_process import (
     run_service,
     stop_with_stdin,
 )
-from paceline.client import PacelineError
+from paceline.client import Client, PacelineError
 from paceline.formats import WEIGHTS
 from paceline.harness import local_services
 from paceline.harness.models import MODEL, drafter_spec, local_model, model_path, name_of
@@ -268,7 +268,13 @@ def add_gateway_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the HTTP server, its security, and the services."""
     add_gateway_options(parser.add_argument_group("gateway"))
     add_readiness_arguments(parser)
-    add_service_arguments(parser)
+    services = add_service_arguments(parser)
+    services.add_argument(
+        "--models-socket",
+        type=Path,
+        metavar="FILE",
+        help="socket of `paceline serve`, which loads several models, in place of a verifier",
+    )
     group = parser.add_argument_group("process")
     add_config_argument(group)
     add_log_arguments(group)
@@ -325,7 +331,16 @@ def run_gateway(args: argparse.Namespace) -> int:
 
 
 async def _serve_gateway(args: argparse.Namespace, options: GatewayOptions) -> None:
-    from paceline import gateway
+    from paceline.gateway import ManagedModels, OneModel, run_gateway
 
-    async with client_of(args) as client:
-        await gateway.run_gateway(client, options, on_ready=ready_writer(args))
+    ready = ready_writer(args)
+    if args.models_socket is None:
+        async with client_of(args) as client:
+            await run_gateway(OneModel(client, options.model_name), options, on_ready=ready)
+        return
+
+    def client_at(address: str) -> Client:
+        return client_of(argparse.Namespace(**{**vars(args), "verifier_address": address}))
+
+    async with ManagedModels(args.models_socket, client_at) as models:
+        await run_gateway(models, options, on_ready=ready)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from typing import ParamSpec, TypeVar
 
 from aiohttp import web
 
+from paceline.client import Client
 from paceline.service.interceptor import Gate
 from paceline.service.runtime import share_one_heap, trim_heap
 
@@ -63,7 +64,7 @@ class Wait:
     the request's body until the next collection of garbage.
     """
 
-    def __init__(self, seconds: float, late: Callable[[], ApiError]) -> None:
+    def __init__(self, seconds: float | None, late: Callable[[], ApiError]) -> None:
         self.timeout = asyncio.timeout(seconds)
         self.error = late
 
@@ -81,10 +82,20 @@ class Place:
         self._admission = admission
         self._size = 0
         self.counted_bytes = 0  # bytes of its body that count
+        self.held = ExitStack()  # closed at the end of the response
+        self._client: Client | None = None
+        self.patient: Callable[[Awaitable[Client]], Awaitable[Client]] = lambda answer: answer
+        """Awaits what may take long, such that the caller does not give up."""
 
     @property
     def long(self) -> bool:
         return self._size > _FREE_BYTES
+
+    @property
+    def client(self) -> Client:
+        """The client of its model, once that is loaded."""
+        assert self._client is not None, "a request has no client before `loaded`"
+        return self._client
 
     async def read(self, request: web.Request) -> bytes:
         """The body. Raises ApiError if it is too slow, or there is no memory for it now; and
@@ -114,8 +125,14 @@ class Place:
     async def verifier(self, answer: Awaitable[T]) -> T:
         """What a verifier answers. Raises ApiError if it does not in time, or the gateway
         drains."""
-        async with self._admission.waiting():
+        async with self._admission.waiting(VERIFIER_SECONDS):
             return await answer
+
+    async def loaded(self, answer: Awaitable[Client]) -> None:
+        """Waits, however long, for the client of a loaded model. Raises ApiError if the gateway
+        drains."""
+        async with self._admission.waiting(None):
+            self._client = await self.patient(answer)
 
 
 class Admission:
@@ -172,6 +189,7 @@ class Admission:
             with self.gate.enter():
                 yield place
         finally:
+            place.held.close()
             self._leave(place)
             if place.long and self._trimming is None:  # else the C library keeps what it took
                 loop = asyncio.get_running_loop()
@@ -213,10 +231,10 @@ class Admission:
             self._arriving.pop(place, None)
 
     @asynccontextmanager
-    async def waiting(self) -> AsyncIterator[None]:
-        """Waits for a verifier, until it is too late or the gateway drains."""
+    async def waiting(self, seconds: float | None) -> AsyncIterator[None]:
+        """Waits for a verifier, until it is too late (None: it never is) or the gateway drains."""
         self.check_open()
-        wait = Wait(VERIFIER_SECONDS, _unanswered)
+        wait = Wait(seconds, _unanswered)
         self._waiting.add(wait)
         try:
             async with _ended(wait):

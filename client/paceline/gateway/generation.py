@@ -19,7 +19,6 @@ from paceline.client import (
     GenerationOptions,
     GenerationResult,
     Model,
-    PacelineError,
     TemplateProcess,
     TokenLogprob,
     checked_prompt,
@@ -32,6 +31,7 @@ from .admission import Place
 from .answer_grammar import answer_grammar
 from .channels import marks_of
 from .errors import ApiError, bad_request
+from .models import Models
 from .options import GatewayOptions
 from .requests import (
     MAX_PROMPTS,
@@ -88,10 +88,10 @@ class TextEvent:
 
 
 class JobBuilder:
-    """Checks requests against the served model."""
+    """Checks requests against the model that they are for."""
 
-    def __init__(self, client: Client, options: GatewayOptions) -> None:
-        self._client = client
+    def __init__(self, models: Models, options: GatewayOptions) -> None:
+        self._models = models
         self._options = options
         # One for short requests, one for long ones, which never hold up the short.
         self._templates = {long: TemplateProcess() for long in (False, True)}
@@ -101,35 +101,35 @@ class JobBuilder:
         for each in self._templates.values():
             await asyncio.to_thread(each.close)
 
-    async def model(self, name: str | None) -> Model:
-        """The served model. Raises ApiError if it has another name than the request's."""
-        model = await self._client.model()
-        served = self.model_name(model)
-        if name is not None and name != served:
+    async def name(self, asked: str | None, place: Place) -> str:
+        """The name of a served model. Raises ApiError if there is none of the request's name."""
+        names = await place.verifier(self._models.names())
+        if asked is not None and asked not in names:
             raise ApiError(
                 404,
-                f"there is no model {name!r} here; this gateway serves {served!r}",
+                f"there is no model {asked!r} here; this gateway serves "
+                f"{', '.join(map(repr, names))}",
                 param="model",
                 code="model_not_found",
             )
-        return model
+        return asked or names[0]
+
+    async def model(self, asked: str | None, place: Place) -> Model:
+        """The model of a request, which `place` holds. Raises ApiError if there is none of this
+        name, or it cannot be loaded."""
+        name = await self.name(asked, place)
+        await place.loaded(self._models.acquire(name, place.held))
+        return await place.verifier(place.client.model())
 
     def model_name(self, model: Model) -> str:
         return self._options.model_name or model.facts.name
 
-    async def drafters(self) -> tuple[str, ...]:
-        """Names of drafters; none if no service answers: texts are generated without drafts."""
-        try:
-            return await self._client.drafters()
-        except PacelineError:
-            return ()
-
     async def completion(self, body: CompletionRequest, place: Place) -> GenerationJob:
-        model = await place.verifier(self.model(body.model))
+        model = await self.model(body.model, place)
         return await place.work(self._completion, body, model)
 
     async def chat(self, body: ChatRequest, place: Place) -> GenerationJob:
-        model = await place.verifier(self.model(body.model))
+        model = await self.model(body.model, place)
         return await place.work(self._chat, body, model, self._templates[place.long])
 
     def _completion(self, body: CompletionRequest, model: Model) -> GenerationJob:

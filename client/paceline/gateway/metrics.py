@@ -8,11 +8,12 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
-from paceline.client import Client
+from paceline.client import VerifierStatus
 from paceline.service import Gate
 from paceline.telemetry.metrics import Metrics, Table
 
 from .generation import TextEvent
+from .models import Models
 
 _SECONDS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 
@@ -47,12 +48,12 @@ _OF_CLIENT.gauge(
 _OF_CLIENT.gauge(
     "specdec_gateway_verifier_state",
     "1 for the state of the verifier: serving, unavailable, refused",
-    lambda it: {(each.address, each.state): 1 for each in it.client.verifiers()},
+    lambda it: {(each.address, each.state): 1 for each in it.verifiers()},
     "verifier", "state",
 )  # fmt: skip
 _OF_CLIENT.gauge(
     "specdec_gateway_verifier_texts_running", "Texts of this gateway that the verifier generates",
-    lambda it: {each.address: each.running for each in it.client.verifiers()}, "verifier",
+    lambda it: {each.address: each.running for each in it.verifiers()}, "verifier",
 )  # fmt: skip
 
 
@@ -63,9 +64,9 @@ class GatewayMetrics(Metrics):
         self._registry = registry
         super().__init__(registry, _OF_REQUESTS)
 
-    def show(self, gate: Gate, client: Client) -> None:
+    def show(self, gate: Gate, models: Models) -> None:
         """Adds the number of requests in flight, and the state of each verifier."""
-        _ClientMetrics(self._registry, gate, client)
+        _ClientMetrics(self._registry, gate, models)
 
     def text(self, accept: str) -> tuple[bytes, str]:
         """The metrics in a format that an `Accept` header names, and its content type."""
@@ -96,8 +97,11 @@ class GatewayMetrics(Metrics):
 
 
 class _ClientMetrics(Metrics):
-    """The requests and the verifiers of a client, as they are when the metrics are read."""
+    """The requests and the verifiers of all models, as they are when the metrics are read."""
 
-    def __init__(self, registry: CollectorRegistry, gate: Gate, client: Client) -> None:
-        self.gate, self.client = gate, client
+    def __init__(self, registry: CollectorRegistry, gate: Gate, models: Models) -> None:
+        self.gate, self._models = gate, models
         super().__init__(registry, _OF_CLIENT)
+
+    def verifiers(self) -> list[VerifierStatus]:
+        return [each for client in self._models.clients for each in client.verifiers()]

@@ -18,7 +18,7 @@ from paceline.telemetry.tracing import http_span, server_attributes
 
 from .bodies import CHANGES, UNKNOWN_FIELDS
 from .errors import ApiError, from_error, from_http
-from .writers import DISCONNECTED, FAILED
+from .writers import DISCONNECTED, FAILED, error_after_comments
 
 if TYPE_CHECKING:
     from aiohttp.typedefs import Middleware
@@ -50,12 +50,14 @@ async def in_openai_form(request: web.Request, handler: Handler) -> web.StreamRe
     try:
         return await handler(request)
     except web.HTTPException as error:
-        return _answer(from_http(error))
+        return await _answer(request, from_http(error))
     except Exception as error:
-        return _answer(from_error(error))
+        return await _answer(request, from_error(error))
 
 
-def _answer(error: ApiError) -> web.Response:
+async def _answer(request: web.Request, error: ApiError) -> web.StreamResponse:
+    if (streamed := await error_after_comments(request, error)) is not None:
+        return streamed
     return web.json_response(error.body, status=error.status, headers=error.headers)
 
 

@@ -31,10 +31,18 @@ from .bodies import CHANGES, UNKNOWN_FIELDS, AnyBody, parse_request
 from .errors import ApiError, bad_request
 from .generation import GenerationJob, JobBuilder, TextEvent, generate_texts
 from .metrics import GatewayMetrics
+from .models import Models
 from .options import GatewayOptions
 from .requests import ChatRequest, CompletionRequest
 from .responses_api import ResponsesRequest, ResponsesWriter, errors_of_response
-from .writers import ChatWriter, CompletionWriter, EventStream, WholeResponse, Writer
+from .writers import (
+    ChatWriter,
+    CompletionWriter,
+    EventStream,
+    WholeResponse,
+    Writer,
+    kept_alive,
+)
 
 logger = logging.getLogger("paceline.gateway")
 
@@ -43,6 +51,8 @@ logger = logging.getLogger("paceline.gateway")
 IDLE_SECONDS = 75.0
 _CANCEL_GRACE = 0.5  # time before requests that outlast the drain are cancelled, in seconds
 _HEALTH_TIMEOUT = 5.0  # longest wait for the verifier in health checks, in seconds
+
+_LOADED = {"value": "loaded"}  # the state of a model in `/v1/models`
 
 _PAGE = Path(__file__).with_name("page")
 _PAGE_FILES = frozenset(
@@ -59,16 +69,16 @@ _PAGE_HEADERS = {
 
 
 class Gateway:
-    """Serves OpenAI's API under `/v1`, and a page on `/`. Does not close the client."""
+    """Serves OpenAI's API under `/v1`, and a page on `/`."""
 
     def __init__(
-        self, client: Client, options: GatewayOptions, metrics: GatewayMetrics | None = None
+        self, models: Models, options: GatewayOptions, metrics: GatewayMetrics | None = None
     ) -> None:
-        self._client = client
+        self._models = models
         self._options = options
         self._started = int(time.time())
         self._metrics = metrics
-        self._jobs = JobBuilder(client, options)
+        self._jobs = JobBuilder(models, options)
         self.admission = Admission(options.max_requests, options.max_body_bytes)
         """Requests in flight. When it is closed, new ones are refused and health is 503."""
         self.connections = ServerConnections()  # the server's connections
@@ -94,8 +104,8 @@ class Gateway:
                 post("/v1/completions", self._completions),
                 post("/v1/chat/completions", self._chat),
                 post("/v1/responses", self._responses),
-                get("/v1/models", self._models),
-                get("/v1/models/{name:.+}", self._model),
+                get("/v1/models", self._list),
+                get("/v1/models/{name:.+}", self._show),
                 get("/health", self._health),
                 get("/version", _version),
                 get("/metrics", self._show_metrics),
@@ -147,6 +157,8 @@ class Gateway:
         body, request[UNKNOWN_FIELDS] = await place.work(
             parse_request, content, kind, strict=strict
         )
+        if getattr(body, "stream", False):
+            place.patient = partial(kept_alive, request, self._options.keep_alive_seconds)
         return body
 
     async def _respond(
@@ -183,7 +195,7 @@ class Gateway:
                 spent[1] += len(event.chunk.token_ids)
             await response.receive(event)
 
-        return await response.send(generate_texts(self._client, job, receive))
+        return await response.send(generate_texts(place.client, job, receive))
 
     async def _show_metrics(self, request: web.Request) -> web.StreamResponse:
         if self._metrics is None:
@@ -191,30 +203,37 @@ class Gateway:
         content, kind = self._metrics.text(request.headers.get("Accept", ""))
         return web.Response(body=content, headers={"Content-Type": kind})
 
-    async def _models(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response({"object": "list", "data": [await self._card(None)]})
+    async def _list(self, request: web.Request) -> web.StreamResponse:
+        names = await Place(self.admission).verifier(self._models.names())
+        cards = [await self._card(name) for name in names]
+        return web.json_response({"object": "list", "data": cards})
 
-    async def _model(self, request: web.Request) -> web.StreamResponse:
+    async def _show(self, request: web.Request) -> web.StreamResponse:
         return web.json_response(await self._card(request.match_info["name"]))
 
-    async def _card(self, name: str | None) -> dict[str, Any]:
-        async with self.admission.waiting():
-            model = await self._jobs.model(name)
-        facts = model.facts
-        return {
-            "id": self._jobs.model_name(model),
-            "object": "model",
-            "created": self._started,
-            "owned_by": "paceline",
-            "max_model_len": facts.max_context,
-            "batch_invariant": facts.batch_invariant,
-            "batch_invariance_reason": facts.batch_invariance_reason,
-            "chat_template": bool(self._options.chat_template or facts.chat_template),
-            "drafters": list(await self._jobs.drafters()),
-        }
+    async def _card(self, asked: str) -> dict[str, Any]:
+        """What is known of a model: of one that is not loaded, not more than that."""
+        place = Place(self.admission)
+        name = await self._jobs.name(asked, place)
+        card = {"id": name, "object": "model", "created": self._started, "owned_by": "paceline"}
+        if name in self._models.states:
+            card["status"] = {"value": self._models.states[name]}  # as llama.cpp's server tells it
+        if card.get("status", _LOADED) != _LOADED:
+            return card
+        with place.held:
+            client = await self._models.acquire(name, place.held, load=False)
+            facts = (await place.verifier(client.model())).facts
+            return card | {
+                "max_model_len": facts.max_context,
+                "batch_invariant": facts.batch_invariant,
+                "batch_invariance_reason": facts.batch_invariance_reason,
+                "chat_template": bool(self._options.chat_template or facts.chat_template),
+                "drafters": await _drafters(client),
+            }
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
-        """200 while the verifier is reachable and new requests are accepted; with the drafters."""
+        """200 while new requests are accepted and a verifier is reachable, with its drafters, or
+        while models can be loaded, with their states."""
         if self.admission.gate.closed:
             return web.json_response({"status": "draining"}, status=503)
         if not files_left():
@@ -222,11 +241,14 @@ class Gateway:
             return web.json_response({"status": "unavailable", "reason": reason}, status=503)
         try:
             async with asyncio.timeout(_HEALTH_TIMEOUT):
-                await self._client.model()
+                await self._models.names()
         except (PacelineError, TimeoutError) as error:
             reason = str(error) or "the verifier does not respond"
             return web.json_response({"status": "unavailable", "reason": reason}, status=503)
-        return web.json_response({"status": "ok", "drafters": await self._jobs.drafters()})
+        if states := self._models.states:
+            return web.json_response({"status": "ok", "models": states})
+        (client,) = self._models.clients
+        return web.json_response({"status": "ok", "drafters": await _drafters(client)})
 
     @web.middleware
     async def _count(self, request: web.Request, handler: middleware.Handler) -> web.StreamResponse:
@@ -243,6 +265,14 @@ class Gateway:
         if request.path.startswith("/v1/"):
             self.admission.check_open()
         return await handler(request)
+
+
+async def _drafters(client: Client) -> list[str]:
+    """Names of drafters; none if no service answers: texts are generated without drafts."""
+    try:
+        return [*await client.drafters()]
+    except PacelineError:
+        return []
 
 
 def _without_text(result: GenerationResult) -> GenerationResult:
@@ -283,7 +313,7 @@ def _is_ours(record: logging.LogRecord) -> bool:
 
 
 async def run_gateway(
-    client: Client,
+    models: Models,
     options: GatewayOptions,
     *,
     on_ready: Callable[[str], None] | None = None,
@@ -295,7 +325,7 @@ async def run_gateway(
     for at most `options.drain_seconds`. A second signal ends them at once, a third kills.
 
     Args:
-        client: Client of the services; not closed.
+        models: What is served; its clients are not closed.
         options: Checked options.
         on_ready: Called with the bound address ("127.0.0.1:41234") once requests are answered.
         stop_event: Drains like a signal.
@@ -308,8 +338,8 @@ async def run_gateway(
     stop = Stop(stop_event)
     context = https_context(options.metrics)
     metrics, endpoint = serve_gateway_metrics(options)
-    gateway = Gateway(client, options, metrics)
-    metrics.show(gateway.admission.gate, client)
+    gateway = Gateway(models, options, metrics)
+    metrics.show(gateway.admission.gate, models)
     runner = web.AppRunner(
         gateway.app,
         handler_cancellation=True,
@@ -333,8 +363,9 @@ async def run_gateway(
             gateway.admission.close()
             await stop.unless(stop.hard, _drain(gateway, options.drain_seconds))
         finally:
-            unreachable = next((each.reason for each in client.verifiers() if each.reason), "")
-            client.fail("the gateway has ended" + (f": {unreachable}" if unreachable else ""))
+            for client in models.clients:
+                unreachable = next((each.reason for each in client.verifiers() if each.reason), "")
+                client.fail("the gateway has ended" + (f": {unreachable}" if unreachable else ""))
             await runner.cleanup()
             gateway.admission.shut_down()
             if endpoint is not None:

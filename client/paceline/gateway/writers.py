@@ -7,11 +7,11 @@ import json
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from aiohttp import web
 
@@ -25,17 +25,20 @@ from .requests import CompletionRequest, ToolUse
 from .tool_calls import Call, Part, Reasoning
 
 FAILED = web.RequestKey("failed", int)  # HTTP status of the error that ended a request's stream
+_STREAM = web.RequestKey("stream", web.StreamResponse)  # the response to a request that streams
 DISCONNECTED = 499  # status of a caller that is gone, in metrics and log, as in nginx
 
 # Longest time in which a caller reads nothing. Its text, which holds memory of the verifier, ends
 # then. Unit: seconds.
 STALLED_SECONDS = 60.0
 _PIECE = 1 << 16  # size of the pieces in which a whole response is sent, in bytes
+_KEEP_ALIVE = b": keep-alive\n\n"  # a comment in a stream
 _WAITING = 64  # parts of texts that wait to be sent as events, beyond which generations wait too
 
 _CACHED = 64  # cached tokens are counted in chunks of this many, as they are kept
 
 Json = dict[str, Any]
+T = TypeVar("T")
 
 
 @dataclass
@@ -382,6 +385,39 @@ def of_completion(
     }
 
 
+async def kept_alive(request: web.Request, seconds: float, answer: Awaitable[T]) -> T:
+    """What is awaited before a stream has its first event, such as a model that is loaded; each
+    `seconds` of it, a comment is sent. An error after one is sent by :func:`error_after_comments`.
+    """
+    task = asyncio.ensure_future(answer)
+    try:
+        with suppress(ConnectionResetError):  # which cancels the request
+            while not (await asyncio.wait({task}, timeout=seconds))[0]:
+                await _send(request, _event_stream(request), _KEEP_ALIVE)
+        return await task
+    finally:
+        task.cancel()
+
+
+async def error_after_comments(request: web.Request, error: ApiError) -> web.StreamResponse | None:
+    """Send the error of a request as the last event of its stream; None: nothing was sent yet."""
+    response: web.StreamResponse | None = request.get(_STREAM)
+    if response is None or not response.prepared:
+        return None
+    request[FAILED] = error.status
+    with suppress(ConnectionResetError):
+        await _send(request, response, _as_sse([error.body]))
+    return response
+
+
+def _event_stream(request: web.Request) -> web.StreamResponse:
+    """The response to a request whose texts are streamed."""
+    if _STREAM not in request:
+        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        request[_STREAM] = web.StreamResponse(headers=headers)
+    return request[_STREAM]
+
+
 class WholeResponse:
     """Collects `count` texts, and sends one response."""
 
@@ -437,9 +473,7 @@ class EventStream:
         self._flushing: asyncio.Task[None] | None = None
         self._sent = asyncio.Event()
         self._sending = asyncio.Lock()
-        self._response = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-        )
+        self._response = _event_stream(request)
 
     async def receive(self, event: TextEvent) -> None:
         self._arrived.append(event)
@@ -484,7 +518,7 @@ class EventStream:
                     async with asyncio.timeout(self._keep_alive_seconds):
                         await self._sent.wait()
                 except TimeoutError:
-                    await self._send(b": keep-alive\n\n")
+                    await self._send(_KEEP_ALIVE)
 
     async def _flushed(self) -> None:
         """Waits until what arrived is sent. Raises what `receive` raises."""

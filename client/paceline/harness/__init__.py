@@ -40,7 +40,7 @@ __all__ = [
     "with_port",
 ]
 
-Kind = Literal["verifier", "drafter", "gateway"]
+Kind = Literal["verifier", "drafter", "gateway", "serve"]
 
 _POLL_SECONDS = 0.01
 _LOG_TAIL_BYTES = 8192
@@ -63,7 +63,8 @@ class ProcessFailed(RuntimeError):
 
 
 class ServiceProcess:
-    """One `paceline verifier`, `paceline drafter` or `paceline gateway` process.
+    """One `paceline verifier`, `paceline drafter` or `paceline gateway` process, or a `paceline
+    serve` of one model, whose address is that of its verifier.
 
     A context manager, sync and async: entering starts the service and waits until it answers calls,
     leaving stops it. The child holds one end of a pipe to this process and also stops when this
@@ -99,7 +100,7 @@ class ServiceProcess:
         self.arguments = tuple(arguments)
         self.environment = dict(environment or {})
         self._wrapper = tuple(wrapper)
-        self._requested_address = address
+        self.requested_address = address
         self._bound_address: str | None = None
         self._show_log = show_log
         self._ready_seconds = ready_seconds
@@ -142,8 +143,9 @@ class ServiceProcess:
             file.unlink(missing_ok=True)
         words = [
             *(self.kind, *self.arguments),
-            *("--address", self._bound_address or self._requested_address),
-            *("--ready-file", str(self._ready_file), "--stop-with-stdin"),
+            "--verifier-address" if self.kind == "serve" else "--address",
+            *(self._bound_address or self.requested_address, "--ready-file", str(self._ready_file)),
+            "--stop-with-stdin",
         ]
         main, self._main = self._main, None
         with self._log_file.open("ab") as log:
@@ -181,7 +183,7 @@ class ServiceProcess:
     def poll_ready(self) -> bool:
         """Whether the spawned service answers calls. Raises ProcessFailed as `start`."""
         if self.was_ready:
-            self._bound_address = self._ready_file.read_text(encoding="utf-8")
+            self._bound_address = self._ready_file.read_text(encoding="utf-8").partition("\n")[0]
             return True
         if self.returncode is not None:
             raise self.failed(f"ended with code {self.returncode} before it was ready")

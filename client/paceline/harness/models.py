@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.client import user_cache_dir
-from paceline.service.files import user_path
+from paceline.service.files import read_text, user_path
 
 _HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?:[/:](.+\.gguf))?", re.ASCII)
 # Files of a model on a hub that a service may read: no program, and no weights in pickles.
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+
+_CONFIGS = ("config.json", "model.json")  # a folder with one of them is a model
+_PART = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)")  # in the names of the files of a split model
 
 
 @dataclass(frozen=True)
@@ -129,9 +134,41 @@ def model_path(text: str) -> Path:
 def local_model(text: str) -> Path:
     """Type of an argument that takes a model which must be there, as `model_path`."""
     path = model_path(text)
-    if not path.is_file() and not any((path / f).is_file() for f in ("config.json", "model.json")):
+    if not path.is_file() and not any((path / name).is_file() for name in _CONFIGS):
         raise argparse.ArgumentTypeError(f"there is no model at {text}: give a {MODEL}")
     return path
+
+
+def models_in(folder: Path) -> list[Path]:
+    """The models in a folder of several: GGUF files, of split ones the first part, and folders.
+    Empty if it is a model itself, or no folder."""
+    if any((folder / name).is_file() for name in _CONFIGS):
+        return []
+    files = {_PART.sub("", file.name): file for file in sorted(folder.glob("*.gguf"), reverse=True)}
+    folders = {path.parent for name in _CONFIGS for path in folder.glob(f"*/{name}")}
+    folders = {each for each in folders if not _is_drafter(each / "config.json")}
+    return sorted((*files.values(), *folders))
+
+
+def _is_drafter(config: Path) -> bool:
+    """Whether a folder has a drafter of one target, and no model that can be served."""
+    with suppress(OSError, ValueError):
+        return not {"paceline", "speculators_config"}.isdisjoint(json.loads(read_text(config)))
+    return False
+
+
+def model_bytes(path: Path, weights: str) -> int:
+    """Size of a model in the folder of packed models, made with `--weights`; of its own files where
+    it has not been packed. Unit: bytes."""
+    for description in (user_cache_dir() / "packed").glob("*/model.json"):
+        with suppress(OSError, ValueError, KeyError):
+            model = json.loads(description.read_text(encoding="utf-8"))["model"]
+            if (model["source"], model["requested"]) == (str(path.resolve()), weights):
+                return sum(file.stat().st_size for file in description.parent.iterdir())
+    name = _PART.sub("", path.name)
+    parts = path.glob("*.safetensors") if path.is_dir() else path.parent.glob("*.gguf")
+    files = (each for each in parts if path.is_dir() or _PART.sub("", each.name) == name)
+    return sum(each.stat().st_size for each in files)
 
 
 def name_of(path: Path) -> str | None:

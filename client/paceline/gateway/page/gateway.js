@@ -15,9 +15,14 @@ export class Gateway {
   /** API key; empty: none is sent. */
   key = "";
 
-  /** The served model: name, context, drafters, and whether it has a chat template. */
+  /**
+   * The served model: name, context, drafters, and whether it has a chat template. Of several it is
+   * one that is loaded, or else the first, of which only the name is known.
+   */
   async model() {
-    return (await (await this.#ask("v1/models")).json()).data[0];
+    const { data } = await (await this.#ask("v1/models")).json();
+    const model = data.find((each) => each.status?.value === "loaded") ?? data[0];
+    return { chat_template: true, drafters: [], ...model };
   }
 
   /** The events of a streamed completion. */

@@ -4,6 +4,8 @@ import { Chat } from "./chat.js";
 import { Gateway } from "./gateway.js";
 import { Settings } from "./settings.js";
 
+const POLL = 5000; // milliseconds between looks at a model that is not loaded
+
 const gateway = new Gateway();
 const settings = new Settings(document.getElementById("settings"));
 const failed = (error) => {
@@ -18,10 +20,12 @@ async function load() {
   let said = "";
   try {
     const model = settings.model = await gateway.model();
-    document.getElementById("model").textContent = `${model.id} · ${model.max_model_len} tokens of context`;
+    const context = model.max_model_len ? `${model.max_model_len} tokens of context` : "loaded with the first message";
+    document.getElementById("model").textContent = `${model.id} · ${context}`;
     document.title = `${model.id} · Paceline`;
+    if (!model.max_model_len) setTimeout(load, POLL);
     if (!model.chat_template) said = "This model has no chat template: it continues your text.";
-    if (!model.drafters.length) said += " There is no drafter: tokens come from the model alone.";
+    if (model.max_model_len && !model.drafters.length) said += " There is no drafter: tokens come from the model alone.";
   } catch (error) {
     said = error.message;
     failed(error);

@@ -85,7 +85,7 @@ export class Settings {
       model: this.#model.id,
       stream: true,
       stream_options: { include_usage: true, include_rounds: true },
-      drafter: this.drafter,
+      drafter: this.#model.max_model_len ? this.drafter : undefined, // its drafters are not known yet
       temperature: Number(value("temperature")),
       seed: value("seed") === "" ? null : Number(value("seed")),
       max_tokens: this.limit,
