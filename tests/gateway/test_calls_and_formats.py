@@ -272,6 +272,15 @@ async def test_an_answer_beside_tools_has_its_thoughts_apart(serve: Serve) -> No
             assert len(message.get("tool_calls", ())) == calls
 
 
+async def test_marks_that_messages_quote_are_no_form_of_the_model(serve: Serve) -> None:
+    for template, armed in ((PROMPT, False), (f"<tool_call>{PROMPT}", True)):
+        async with serve(MockTransport("Hm."), chat_template=template) as served:
+            asked = [{"role": "user", "content": "What is <tool_call>?"}]
+            _, _, body = await served.post("/v1/chat/completions", messages=asked, tools=[TOOL])
+            assert body["choices"][0]["message"]["content"] == "Hm."
+            assert bool(served.transport.requests[-1].sampling.grammar) == armed
+
+
 def test_a_format_that_is_no_json_is_refused() -> None:
     request = ChatRequest.model_validate(
         {"messages": [{"role": "user", "content": "x"}], "tools": [TOOL], "guided_json": "{"}

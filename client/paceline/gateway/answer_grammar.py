@@ -190,20 +190,18 @@ class _Grammar:
 
     def _body(self, mark: str) -> str:
         """What follows a mark of calls, with the mark that ends it, which some models leave out."""
-        if mark == "<function=":
-            stray = self._mark(
-                BLOCKS["<tool_call>"]
-            )  # models that leave out the first tag write it
-            return f"{self._functions('')} (white {stray})?"
-        form = self._objects()
-        if "<function=" in self._prompt:
-            form = f"(white {self._functions('<function=')})+"
-        elif self._is_stated("<arg_key>"):
-            return f"white {self._pairs()} white {self._mark(BLOCKS[mark])}"
-        elif mark == "[TOOL_CALLS]":
-            form = f"({form} | {self._named()})"
-        end = BLOCKS[mark]
-        return f"white {form} " + f"(white {self._mark(end)})?" * bool(end)
+        if mark == "<function=":  # models that leave out the tag before it write the one behind
+            return f"{self._functions('')} (white {self._mark(BLOCKS['<tool_call>'])})?"
+        forms = [self._objects()]
+        if self._is_stated("<function="):
+            function = self._functions("<function=")
+            forms.append(f"{function} (white {function})*")
+        if mark == "[TOOL_CALLS]":
+            forms.append(self._named())
+        end = f"white {self._mark(BLOCKS[mark])}" if BLOCKS[mark] else ""
+        body = f"({' | '.join(forms)})" + f" ({end})?" * bool(end)
+        pairs = f" | {self._pairs()} {end}" if self._is_stated("<arg_key>") else ""
+        return f"white ({body}{pairs})"
 
     def _rule(self, name: str, body: str) -> str:
         """The name of a rule, which is added once."""

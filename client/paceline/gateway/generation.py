@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
@@ -41,10 +42,11 @@ from .requests import (
     StreamOptions,
     text_of,
 )
-from .tool_calls import end_of_open_thought
+from .tool_calls import BLOCKS, THOUGHTS, end_of_open_thought
 
 # Maximum number of texts of one request at once. More do not make a verifier's step more efficient.
 _MAX_CONCURRENT = 64
+_MARKED = re.compile("|".join(map(re.escape, (*BLOCKS, *THOUGHTS))))
 
 
 @dataclass(frozen=True)
@@ -172,8 +174,12 @@ class JobBuilder:
         common: dict[str, Any] = {"special_tokens": sorted(marks)}
         grammar, constraint, eos = "", body.constraint(), list(model.facts.eos_token_ids)
         if model.codec is not None and eos and "grammar" not in constraint:
+            told: str = text  # what the template says, without what messages may quote
+            for message in body.messages:
+                content = text_of(message.content or "").strip()
+                told = told.replace(content, "") if _MARKED.search(content) else told
             budget = body.thinking_token_budget
-            grammar = answer_grammar(use, constraint, model.codec, eos, text, thought, budget)
+            grammar = answer_grammar(use, constraint, model.codec, eos, told, thought, budget)
         changes = text.changes
         if (
             len(grammar) > CONSTRAINT_BYTES
