@@ -22,6 +22,7 @@ _MODULES = {
     "replay": "paceline.bench.replay.run",
     "step": "paceline.bench.step.run",
     "quality": "paceline.bench.quality",
+    "calls": "paceline.bench.calls",
     "drills": "paceline.bench.drills.run",
     "widen": "paceline.bench.widen",
 }
@@ -110,6 +111,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "llama-perplexity; default: that in PATH"
     option("--llama-perplexity", metavar="PROGRAM", help=text)
     _add_llama_models(option)
+    option = add("calls", "share of a model's answers that are valid calls of ten tools")
+    option("--weights", default="auto", choices=WEIGHTS, help="weights of target and drafter")
+    option("--drafter", type=model_path, help="a small model that drafts; default: none")
+    option("--every", type=int, default=1, metavar="N", help="ask each Nth of the 200 prompts")
     option = add("drills", "inject faults under load and check what must hold")
     text = "name of a drill, in quotes; default: all of them"
     option("drill", nargs="*", metavar="DRILL", help=text)
