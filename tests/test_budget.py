@@ -11,14 +11,14 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 BUDGET = {
-    "kernels": 10_568,
-    "services/common": 17_200,
-    "services/verifier": 10_316,
+    "kernels": 10_715,
+    "services/common": 17_649,
+    "services/verifier": 10_320,
     "services/drafter": 10_445,
-    "client": 15_110,
+    "client": 16_639,
     "train": 5_970,
     "bench": 7_330,
-    "tests": 49_192,
+    "tests": 50_235,
 }  # maximum number of lines
 SLACK = 0.01  # a folder that is smaller than its budget by a larger share lowers it
 _PRODUCT = ("kernels", "services", "client")

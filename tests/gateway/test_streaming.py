@@ -8,7 +8,13 @@ from fakes.transport import MockStream, MockTransport
 from openai import APIError
 from openai.types.responses import ResponseErrorEvent, ResponseFailedEvent
 
-from paceline.client import CapacityError, InvalidRequestError, ServerError, UnavailableError
+from paceline.client import (
+    CapacityError,
+    InvalidRequestError,
+    Receipt,
+    ServerError,
+    UnavailableError,
+)
 from paceline.v1 import verifier_pb2
 
 from .conftest import Serve
@@ -201,3 +207,30 @@ async def test_events(serve: Serve) -> None:
     assert last.type == "response.completed"
     assert [item.type for item in last.response.output] == ["message", "function_call"]
     assert last.response.output_text == "Wait."
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["completions", "chat/completions", "responses"])
+async def test_a_receipt_is_in_the_answer_or_its_last_event(
+    serve: Serve, path: str, stream: bool
+) -> None:
+    text = {"completions": "prompt", "responses": "input"}
+    body: Any = {text.get(path, "messages"): "hi", "seed": 3, "stream": stream}
+    if path == "chat/completions":
+        body["messages"] = [{"role": "user", "content": "hi"}]
+    async with serve(MockTransport("Hello"), chat_template=PLAIN) as served:
+        for asked in (True, False):
+            url, given = f"/v1/{path}", {**body, "receipt": asked}
+            _, headers, content = await served.ask("POST", url, json=given)
+            assert "x-paceline-warning" not in headers
+            lines = content.split("\n") if stream else [f"data: {content}"]
+            events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+            choices = [event["choices"][0] for event in events if event.get("choices")]
+            found = choices or [event.get("response", event) for event in events]
+            assert ["receipt" in each for each in found] == [False] * (len(found) - 1) + [asked]
+            if asked:
+                receipt = Receipt.from_text(json.dumps(found[-1]["receipt"]))
+                sent = served.transport.requests[-1]
+                assert receipt.prompt == list(sent.prompt_tokens)
+                assert bytes(receipt.token_ids[:5]) == b"Hello"
+                assert receipt.options.key == sent.sampling.seed == 3

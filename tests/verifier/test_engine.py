@@ -54,7 +54,10 @@ async def test_model(client: Client, model: Path) -> None:
     assert (list(got.eos_token_ids), got.bos_token_id) == ([0], 1)
     assert (got.dtype, got.weights) == ("float32", "float32")
     assert (got.batch_invariant, got.batch_invariance_reason) == (True, "")
-    assert got.numerics == "portable"  # float32, on every processor
+    rules = {rule.region: rule for rule in got.numerics}
+    assert rules["numerics"].implementation == "portable"  # float32, on every processor
+    assert rules["linear layer"].implementation == "chain of FMAs"
+    assert len(rules["check"].constants["logits"]) == 64
     assert got.target_fingerprint == weights_fingerprint(model)
     assert got.lease_ms == 30_000
     assert len(got.instance_id) == 32

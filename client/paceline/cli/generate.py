@@ -47,6 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_prompt_arguments(parser)
     add = parser.add_argument
     add("--json", action="store_true", help="print one JSON object at the end")
+    add(
+        "--receipt",
+        type=Path,
+        metavar="FILE",
+        help="write what the text depends on, and its tokens, for `paceline check`",
+    )
     add("--stats", action="store_true", help="print speed and drafting to stderr")
     add_generation_arguments(parser)
     add_client_arguments(parser)
@@ -124,7 +130,11 @@ def refuse_without_sampling(args: argparse.Namespace) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Generate; fails with code 1 when a service failed, 2 for bad arguments."""
+    if args.temperature and args.acceptance == "rejection":
+        refuse_options(args, "with rejection, whose tokens depend on the drafter", ("receipt",))
     result = generated(args, show=not args.json)
+    if args.receipt is not None and result.receipt is not None:
+        args.receipt.write_text(result.receipt.to_text(), encoding="utf-8")
     if args.json:
         # Any encoding has the characters of ASCII.
         unicode = codecs.lookup(sys.stdout.encoding or "ascii").name.startswith("utf")
@@ -164,7 +174,9 @@ def new_client(args: argparse.Namespace) -> Client:
 
 
 def as_json(result: GenerationResult) -> dict[str, object]:
-    return {**dataclasses.asdict(result), "stats": result.stats.summary()}
+    found = dataclasses.asdict(dataclasses.replace(result, receipt=None))
+    del found["receipt"]  # it is written apart
+    return {**found, "stats": result.stats.summary()}
 
 
 async def _generate(

@@ -63,6 +63,7 @@ COMMANDS = (
     Command("verifier", "paceline.cli.services", "run a verifier: the target model", "server"),
     Command("drafter", "paceline.cli.services", "run a drafter", "server"),
     Command("generate", "paceline.cli.generate", "generate text through running services"),
+    Command("check", "paceline.cli.check", "generate the text of a receipt again", "server"),
     Command("trace", "paceline.cli.trace", "show the rounds of a text as a timeline"),
     Command("gateway", "paceline.cli.services", "serve OpenAI's HTTP interface", "gateway"),
     Command("compare", "paceline.cli.compare", "compare drafters with plain decoding", "gateway"),

@@ -36,6 +36,7 @@ from ._options import (
     field_docs,
     user_cache_dir,
 )
+from ._receipt import NumericsRule, Receipt, ReceiptCheck
 from ._stats import RoundStats, SourceStats, Stats, Usage
 from ._template_process import TemplateProcess
 from ._text import Chunk, Detokenizer, Model, TextCodec, TokenLogprob, VerifiedTree
@@ -56,8 +57,11 @@ __all__ = [
     "InvalidRequestError",
     "Model",
     "NotFoundError",
+    "NumericsRule",
     "PacelineError",
     "PreconditionError",
+    "Receipt",
+    "ReceiptCheck",
     "RetryOptions",
     "RoundStats",
     "ServerError",

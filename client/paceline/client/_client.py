@@ -28,6 +28,7 @@ from ._options import (
     takes_all,
     user_cache_dir,
 )
+from ._receipt import Receipt, ReceiptCheck, compared, not_comparable, numerics_of
 from ._text import Chunk, Model, TokenizerCache
 from ._transport import Connections, Pool, Transport, parse_addresses
 
@@ -176,6 +177,19 @@ class Client:
         self._state.check_open()
         return await self._state.fleet.model()
 
+    async def check(self, receipt: Receipt) -> ReceiptCheck:
+        """Generates the text of a receipt again, without drafts, and compares the tokens. Raises
+        PacelineError if that fails."""
+        facts = (await self.model()).facts
+        if (found := not_comparable(receipt, facts, numerics_of(facts))) is not None:
+            return found
+        options = {**receipt.shaping(), "seed": receipt.options.key, "drafter": "none"}
+        options["max_new_tokens"] = receipt.limit()
+        result = await self.generate(receipt.prompt, **options)
+        again = result.receipt
+        assert again is not None, "there is a token"
+        return not_comparable(receipt, facts, again.numerics) or compared(receipt, again)
+
     def set_verifiers(self, addresses: str) -> None:
         """Replaces the list of verifiers. New generations go to those of the new list.
 
@@ -267,6 +281,10 @@ class SyncClient:
     def model(self) -> Model:
         """As `Client.model`."""
         return self._wait_for(self._client.model)
+
+    def check(self, receipt: Receipt) -> ReceiptCheck:
+        """As `Client.check`."""
+        return self._wait_for(lambda: self._client.check(receipt))
 
     def drafters(self) -> tuple[str, ...]:
         """As `Client.drafters`."""

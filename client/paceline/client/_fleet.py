@@ -15,6 +15,7 @@ from paceline.v1 import drafter_pb2, verifier_pb2
 
 from ._errors import NotFoundError, PacelineError, PreconditionError, UnavailableError
 from ._options import RetryOptions
+from ._receipt import Numerics, differing, numerics_of
 from ._text import Model, TextCodec, TokenizerCache
 from ._transport import Pool, Transport
 
@@ -99,6 +100,7 @@ class Verifier:
         self.transport = transport
         self.address = transport.address
         self.facts: verifier_pb2.GetModelResponse | None = None  # its latest answer
+        self.numerics: Numerics = ()  # what the bits of its tokens depend on; empty: no promise
         self.running = 0  # generations of this client with a cache there
         self.error: PacelineError | None = None  # the failure since the latest answer
         self.refused = ""  # why its target is not the client's; empty if it is
@@ -136,14 +138,6 @@ class Verifier:
         """Whether its model must be requested before a new generation, or its back-off is over."""
         now = monotonic()
         return now >= self._retry_at if self.error else now - self._answered_at >= MAX_AGE
-
-    @property
-    def numerics(self) -> tuple[str, ...] | None:
-        """What the bits of logits depend on, besides the text; None if it does not promise them."""
-        facts = self.facts
-        if facts is None or not facts.numerics:
-            return None
-        return facts.numerics, facts.weights, facts.dtype, facts.kv_cache_dtype
 
     def drafters(self) -> list[str]:
         """Names of drafters of the services that have joined it, its default one first, and
@@ -235,6 +229,7 @@ class Verifier:
             )
             return
         self.facts, self.error = facts, None
+        self.numerics = numerics_of(facts)
         self._others = max(0, facts.generations - running)
         if facts.draining:
             self.failed(UnavailableError("it is draining", reason="DRAINING"))
@@ -343,7 +338,7 @@ class Fleet:
         self,
         text: Sequence[int],
         *,
-        numerics: tuple[str, ...] | None = None,
+        numerics: Numerics | None = None,
         avoid: Collection[Verifier] = (),
     ) -> Verifier:
         """The verifier for a text: that with its longest prefix, unless it is much busier than
@@ -495,17 +490,15 @@ class Fleet:
 
     def _compare(self, serving: list[Verifier]) -> None:
         """Warns of verifiers whose logits may have other bits."""
-        levels = {each.address: each.numerics for each in serving}
-        if len(serving) > 1 and (len(set(levels.values())) > 1 or None in levels.values()):
-            listed = ", ".join(
-                f"{address} ({'/'.join(level) if level else 'no promise'})"
-                for address, level in levels.items()
-            )
-            self._log_once(
-                logging.WARNING,
-                f"verifiers differ in numerics: {listed}: the tokens of a generation that moves "
-                "between them may differ; Stats.same_numerics tells which did",
-            )
+        for each in serving[1:]:
+            one, other = serving[0].numerics, each.numerics
+            if found := "; ".join(differing(one, other)) or (not one and "no promise"):
+                self._log_once(
+                    logging.WARNING,
+                    f"{serving[0].address} and {each.address} differ in numerics: {found}: the "
+                    "tokens of a generation that moves between them may differ; "
+                    "Stats.same_numerics tells which did",
+                )
 
     def _log_once(self, level: int, message: str) -> None:
         if message not in self._logged:

@@ -15,6 +15,7 @@ from paceline.v1 import verifier_pb2
 from ._errors import ClientClosedError, DeadlineError, InvalidRequestError, PacelineError
 from ._fleet import Fleet
 from ._options import DraftOptions, GenerationOptions
+from ._receipt import Receipt
 from ._stats import GenerationTrace, RoundStats, Stats, Usage
 from ._stream import UNLIMITED, StreamRequest, TokenStream, cost
 from ._text import Chunk, EmittedText, FinishReason, Model, TokenLogprob
@@ -44,6 +45,9 @@ class GenerationResult:
     stats: Stats
     seed: int
     """Seed of the sampling noise: the same call with this seed returns the same tokens."""
+    receipt: Receipt | None
+    """By which anybody can check the tokens. None without any, and of rejection sampling, where
+    they depend on the drafter."""
 
     def __repr__(self) -> str:
         usage = self.usage
@@ -204,6 +208,21 @@ class Generation:
             usage=self._usage(),
             stats=self.stats,
             seed=self._options.key,
+            receipt=self._receipt(),
+        )
+
+    def _receipt(self) -> Receipt | None:
+        options, output, stream = self._options, self._output, self._stream
+        if stream is None or not output.token_ids or options.rejects:
+            return None
+        return Receipt.of(
+            stream.facts,
+            stream.numerics,
+            self._prompt_tokens,
+            options,
+            output.token_ids,
+            output.finish_reason,
+            options.drafter != "none",
         )
 
     def _usage(self) -> Usage:

@@ -23,6 +23,7 @@ from ._errors import (
 )
 from ._fleet import Attempts, Fleet, Verifier, describe, retry_unavailable
 from ._options import DraftOptions, GenerationOptions, RetryOptions
+from ._receipt import Numerics
 from ._stats import GenerationTrace, Stats
 from ._text import Model, TokenLogprob, prompt_logprobs
 from ._transport import GenerateStream
@@ -77,13 +78,13 @@ class TokenStream:
         window: int,
     ) -> None:
         self._fleet, self._request = fleet, request
-        self._facts, self._codec = model.facts, model.codec
+        self.facts, self._codec = model.facts, model.codec
         self._stats, self._trace = stats, trace
         self._attempts = Attempts(fleet.retry)
         self._parent = request.options.parent_handle
         self._verifier: Verifier | None = None
         self._instance = ""
-        self._numerics: tuple[str, ...] | None = None
+        self._numerics: Numerics | None = None
         self._step_failed = False
         self._stream: GenerateStream | None = None
         self._received: deque[verifier_pb2.Round] = deque()
@@ -97,6 +98,11 @@ class TokenStream:
         self.lease_seconds = 30.0  # life of the cache without a stream, in seconds
         self.prompt_logprobs: list[TokenLogprob] = []
         """Log-probabilities of the prompt, if requested."""
+
+    @property
+    def numerics(self) -> Numerics:
+        """What the bits of its tokens depend on; empty: no promise, or several that differ."""
+        return self._numerics or () if self._stats.same_numerics else ()
 
     async def receive(self) -> verifier_pb2.Round:
         """The next round. With `steps` 0 its tokens come from a prefill or an earlier stream.
@@ -353,10 +359,10 @@ class TokenStream:
                 verifier = holder
             else:
                 self._parent = b""  # out of reach, or too small: prefill the whole prompt
-        facts = verifier.facts or self._facts
-        if facts.target_fingerprint != self._facts.target_fingerprint:
+        facts = verifier.facts or self.facts
+        if facts.target_fingerprint != self.facts.target_fingerprint:
             raise TargetChangedError(
-                f"the verifier now serves {describe(facts)}, but {describe(self._facts)} began the "
+                f"the verifier now serves {describe(facts)}, but {describe(self.facts)} began the "
                 "text: start a new generation"
             )
         return verifier
@@ -421,7 +427,7 @@ class TokenStream:
     def _adopt(
         self, created: verifier_pb2.CacheCreated, verifier: Verifier
     ) -> verifier_pb2.CacheCreated:
-        stats, facts = self._stats, verifier.facts or self._facts
+        stats, facts = self._stats, verifier.facts or self.facts
         self.handle, self._parent = created.handle, b""
         self._fleet.caches[self.handle] = verifier
         self._fleet.prefixes.add(self._request.text, verifier)
@@ -429,11 +435,11 @@ class TokenStream:
         if verifier.address and verifier.address not in stats.verifiers:
             stats.verifiers.append(verifier.address)
         if self._instance not in ("", facts.instance_id):
-            promised = verifier.numerics is not None and verifier.numerics == self._numerics
+            promised = bool(verifier.numerics) and verifier.numerics == self._numerics
             stats.same_numerics = stats.same_numerics and promised
         self._instance, self._numerics = facts.instance_id, verifier.numerics
         self._verifier = verifier
-        self.lease_seconds = (created.lease_ms or self._facts.lease_ms or 30_000) / 1000
+        self.lease_seconds = (created.lease_ms or self.facts.lease_ms or 30_000) / 1000
         stats.prefill_ms += created.prefill_us / 1000
         if self._trace is not None:
             self._trace.end_prefill(created)

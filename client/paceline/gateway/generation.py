@@ -62,6 +62,7 @@ class GenerationJob:
     marks: frozenset[str] = frozenset()
     """Special tokens that its texts have, which separate the parts of an answer."""
     thought: str = ""  # the mark that ends the thought in which its texts begin; empty: in none
+    receipt: bool = False  # whether the response has receipts
     changes: str = ""  # what was done to messages so that the template shows them
     operation: str = Span.GENERATION  # name of its generations in traces
 
@@ -260,7 +261,9 @@ class JobBuilder:
             same["json_schema"] = json.dumps(same["json_schema"])  # once, not for each text
         choices = [{**same, "seed": body.seed_of(choice)} for choice in range(body.n)]
         name = body.model or self.model_name(model)
-        return GenerationJob(model, name, prompts, choices, body.stream_options)
+        return GenerationJob(
+            model, name, prompts, choices, body.stream_options, receipt=body.receipt
+        )
 
 
 async def generate_texts(

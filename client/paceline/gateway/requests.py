@@ -397,6 +397,8 @@ class CommonRequest(UnusedFields):
     text does not depend on it."""
     user: _Name | None = None
     """Whose text it is: KV and drafts of earlier texts are reused for the same user only."""
+    receipt: bool = False
+    """Return each text's receipt, by which anybody can check its tokens."""
     isolated: bool = False
     """Draft without any other text, and keep this one from later texts: to measure drafting."""
 

@@ -31,7 +31,7 @@ from .requests import (
     text_of,
 )
 from .tool_calls import Call, Part, Reasoning
-from .writers import GeneratedText, Json, Writer, usage
+from .writers import GeneratedText, Json, Writer, told, usage
 
 _PARAMS = {
     "messages": "input",
@@ -485,7 +485,7 @@ class ResponsesWriter(Writer):
             "previous_response_id": None,
             "store": False,
             "usage": None if result is None else self._usage(result),
-            **({} if result is None else {"seed": result.seed}),
+            **({} if result is None else told(self._job, result)),
         }
 
     def _usage(self, result: GenerationResult) -> Json:

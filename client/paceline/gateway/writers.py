@@ -121,7 +121,7 @@ class ChoicesWriter(Writer):
     def whole(self, texts: Sequence[GeneratedText]) -> Json:
         results = [text.result for text in texts if text.result is not None]
         choices = [
-            {"index": index, **self._choice(index, text, result), "seed": result.seed}
+            {"index": index, **self._choice(index, text, result), **told(self._job, result)}
             for index, (text, result) in enumerate(zip(texts, results, strict=True))
         ]
         used = usage(self._job, results, self._reasoning_tokens())
@@ -135,9 +135,9 @@ class ChoicesWriter(Writer):
         choice = {"index": index, **body, "logprobs": logprobs or None, "finish_reason": None}
         return self._head(self.object_of_event, [choice], None)
 
-    def _last_event(self, index: int, body: Json, reason: str, seed: int) -> Json:
+    def _last_event(self, index: int, body: Json, reason: str, result: GenerationResult) -> Json:
         event = self._event(index, body)
-        event["choices"][0] |= {"finish_reason": reason, "seed": seed}
+        event["choices"][0] |= {"finish_reason": reason, **told(self._job, result)}
         return event
 
     def _with_rounds(self, event: Json, chunks: Sequence[Chunk]) -> Json:
@@ -163,6 +163,12 @@ class ChoicesWriter(Writer):
             "tree": tree,
             "undrafted": chunk.undrafted,
         }
+
+
+def told(job: GenerationJob, result: GenerationResult) -> Json:
+    """The seed of a text, and its receipt, if it was asked for."""
+    receipt = {"receipt": result.receipt.to_json()} if job.receipt and result.receipt else {}
+    return {"seed": result.seed, **receipt}
 
 
 def usage(job: GenerationJob, results: Sequence[GenerationResult], reasoning: int = 0) -> Json:
@@ -213,7 +219,7 @@ class CompletionWriter(ChoicesWriter):
         return [self._with_rounds(self._event(index, {"text": text}, found), chunks)]
 
     def ending(self, index: int, result: GenerationResult) -> list[Json]:
-        return [self._last_event(index, {"text": ""}, result.finish_reason, result.seed)]
+        return [self._last_event(index, {"text": ""}, result.finish_reason, result)]
 
     def _text(self, prompt: str | list[int]) -> str:
         if isinstance(prompt, str):
@@ -305,7 +311,7 @@ class ChatWriter(ChoicesWriter):
             self._event(index, {"delta": delta}) for delta in self._deltas(index, answer.flush())
         ]
         reason = _reason(result, answer)
-        return [*events, self._last_event(index, {"delta": {}}, reason, result.seed)]
+        return [*events, self._last_event(index, {"delta": {}}, reason, result)]
 
     def _deltas(self, index: int, parts: Sequence[Part]) -> list[Json]:
         number = self._answers[index].calls - sum(isinstance(part, Call) for part in parts)

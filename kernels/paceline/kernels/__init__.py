@@ -22,7 +22,16 @@ from paceline.kernels.devices import (
 )
 from paceline.kernels.executor import Executor
 from paceline.kernels.noise import gumbel_noise_at
-from paceline.kernels.program import MAX_EXPERTS, Context, Heads, Pass, Program, Recorder, Routing
+from paceline.kernels.program import (
+    MAX_EXPERTS,
+    Context,
+    Heads,
+    Pass,
+    Program,
+    Recorder,
+    Routing,
+    Rule,
+)
 from paceline.kernels.rows import Norm
 from paceline.kernels.sampling import (
     Edits,
@@ -96,6 +105,7 @@ __all__ = [
     "Recorder",
     "RecurrentStates",
     "Routing",
+    "Rule",
     "SamplingRules",
     "TreePlan",
     "accept_or_resample",

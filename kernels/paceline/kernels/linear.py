@@ -34,6 +34,9 @@ _ROTATED = 64  # inputs that rotated weights are padded to
 # Formats of packed weights, in the order of the C kernels: int8 and int4 are in blocks of 32,
 # rotated is `paceline.kernels.rotated`.
 FORMATS = ("float32", "bfloat16", "int8", "int4", "rotated")
+_BLOCKS = f"exact sums of {QUANT_BLOCK} inputs, in a chain of FMAs over blocks"
+# How each adds up a product, in rising order of the inputs: `native/linear.h` has all of it.
+_SUMS = ("chain of FMAs", "chain of FMAs", _BLOCKS, _BLOCKS, "exact sum of all inputs")
 
 _TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -142,6 +145,15 @@ class PackedMatrix:
         rows, matrix = torch.empty(len(which), self.ins), self.matrix()
         library().paceline_rows(ctypes.addressof(matrix), at, len(which), rows.data_ptr())
         return rows
+
+    def arithmetic(self, numerics: str) -> tuple[str, str, dict[str, str]]:
+        """What the bits of its products depend on besides weights and inputs, in some numerics: the
+        format, the order of sums, and constants."""
+        sums = _SUMS[FORMATS.index(self.format)]
+        if self.format == "bfloat16" and self.matrix(numerics).tiles_bf16:
+            sums = "sums of TDPBF16PS, inputs rounded to bfloat16"
+        facts = {"offset": self.offset, "minima": int(self.minima), "rotation": self.rotation}
+        return self.format, sums, {name: str(value) for name, value in facts.items() if value}
 
     def matrix(self, numerics: str = "portable") -> CMatrix:
         """The argument of the C kernels, for products in some numerics; valid as long as this

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum, auto
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from paceline.kernels.attention import Probe
 from paceline.kernels.caches import KVCacheView
 from paceline.kernels.delta import Delta
 from paceline.kernels.rows import Norm
+from paceline.kernels.structures import LIMITS, PRODUCTS, SUMS
 from paceline.kernels.trees import TreePlan
 
 if TYPE_CHECKING:
@@ -204,6 +205,16 @@ class PassResult:
     queries: Mapping[int, Tensor]
 
 
+class Rule(NamedTuple):
+    """How one part of a pass is computed, as far as its bits depend on it. Passes with equal rules,
+    weights and inputs have equal bits."""
+
+    region: str  # the part, such as "linear layer"
+    case: str  # which of them, such as a format; empty: all
+    implementation: str  # how it is computed, such as the order of sums
+    constants: Mapping[str, str]  # numbers and digests that fix the rest
+
+
 @dataclass(frozen=True)
 class Program:
     """Recorded operations; :class:`paceline.kernels.Executor` runs them."""
@@ -224,6 +235,24 @@ class Program:
     def recurrent(self) -> bool:
         """Whether caches need recurrent states."""
         return any(op.kind == Kind.DELTA for op in self.operations)
+
+    def rules(self, kv: torch.dtype) -> list[Rule]:
+        """What the bits of compiled kernels depend on, with keys and values of a type."""
+        rules, others = dict[str, Rule](), set[str]()
+        for op in self.operations:
+            packed = [each.packed for each in op.matrices]
+            for matrix in (op.table, *packed):
+                if matrix is not None and not isinstance(matrix, Tensor):
+                    rule = Rule("linear layer", *matrix.arithmetic(self.numerics))
+                    rules[repr(rule)] = rule
+            if not op.matrices:
+                others.add(op.kind.name.lower())
+        code = PRODUCTS[self.numerics] if kv == torch.bfloat16 else PRODUCTS["portable"]
+        chunk = {"chunk": str(LIMITS["CHUNK"])}
+        kind = str(kv).removeprefix("torch.")
+        attention = Rule("attention", kind, f"{SUMS[code]}, softmax by chunks", chunk)
+        alone = Rule("rows", ", ".join(sorted(others)), "float32, each row alone", {})
+        return [*rules.values(), attention, alone]
 
 
 class Recorder:

@@ -51,6 +51,7 @@ PRODUCTS = {
     "amx": CODES["TILES"],
     "avx512_bf16": CODES["DOTS"],
 }
+SUMS = ("chains of FMAs", "sums of TDPBF16PS", "sums of VDPBF16PS")  # by the codes of `PRODUCTS`
 
 
 def fields_of(structure: str) -> list[tuple[str, Any]]:

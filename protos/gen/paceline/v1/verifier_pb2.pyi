@@ -52,7 +52,7 @@ class GetModelRequest(_message.Message):
     def __init__(self, known_tokenizer_digest: _Optional[str] = ..., omit_tokenizer: _Optional[bool] = ...) -> None: ...
 
 class GetModelResponse(_message.Message):
-    __slots__ = ("name", "architecture", "vocab_size", "max_context", "eos_token_ids", "bos_token_id", "dtype", "target_fingerprint", "tokenizer_digest", "tokenizer_gzip", "chat_template", "max_tree_nodes", "layers", "kv_heads", "head_dim", "hidden_size", "instance_id", "batch_invariant", "lease_ms", "batch_invariance_reason", "numerics", "weights", "kv_cache_dtype", "draining", "generations", "drafter_services", "protocol_version", "named_chat_templates", "special_tokens", "local_sources")
+    __slots__ = ("name", "architecture", "vocab_size", "max_context", "eos_token_ids", "bos_token_id", "dtype", "target_fingerprint", "tokenizer_digest", "tokenizer_gzip", "chat_template", "max_tree_nodes", "layers", "kv_heads", "head_dim", "hidden_size", "instance_id", "batch_invariant", "lease_ms", "batch_invariance_reason", "weights", "kv_cache_dtype", "draining", "generations", "drafter_services", "protocol_version", "named_chat_templates", "special_tokens", "local_sources", "numerics")
     class NamedChatTemplatesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -87,7 +87,6 @@ class GetModelResponse(_message.Message):
     BATCH_INVARIANT_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     BATCH_INVARIANCE_REASON_FIELD_NUMBER: _ClassVar[int]
-    NUMERICS_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     KV_CACHE_DTYPE_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
@@ -97,6 +96,7 @@ class GetModelResponse(_message.Message):
     NAMED_CHAT_TEMPLATES_FIELD_NUMBER: _ClassVar[int]
     SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOCAL_SOURCES_FIELD_NUMBER: _ClassVar[int]
+    NUMERICS_FIELD_NUMBER: _ClassVar[int]
     name: str
     architecture: str
     vocab_size: int
@@ -117,7 +117,6 @@ class GetModelResponse(_message.Message):
     batch_invariant: bool
     lease_ms: int
     batch_invariance_reason: str
-    numerics: str
     weights: str
     kv_cache_dtype: str
     draining: bool
@@ -127,7 +126,27 @@ class GetModelResponse(_message.Message):
     named_chat_templates: _containers.ScalarMap[str, str]
     special_tokens: _containers.ScalarMap[str, str]
     local_sources: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., dtype: _Optional[str] = ..., target_fingerprint: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., tokenizer_gzip: _Optional[bytes] = ..., chat_template: _Optional[str] = ..., max_tree_nodes: _Optional[int] = ..., layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., hidden_size: _Optional[int] = ..., instance_id: _Optional[str] = ..., batch_invariant: _Optional[bool] = ..., lease_ms: _Optional[int] = ..., batch_invariance_reason: _Optional[str] = ..., numerics: _Optional[str] = ..., weights: _Optional[str] = ..., kv_cache_dtype: _Optional[str] = ..., draining: _Optional[bool] = ..., generations: _Optional[int] = ..., drafter_services: _Optional[_Iterable[_Union[JoinedService, _Mapping]]] = ..., protocol_version: _Optional[_Union[ProtocolVersion, str]] = ..., named_chat_templates: _Optional[_Mapping[str, str]] = ..., special_tokens: _Optional[_Mapping[str, str]] = ..., local_sources: _Optional[_Iterable[str]] = ...) -> None: ...
+    numerics: _containers.RepeatedCompositeFieldContainer[NumericsRule]
+    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., dtype: _Optional[str] = ..., target_fingerprint: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., tokenizer_gzip: _Optional[bytes] = ..., chat_template: _Optional[str] = ..., max_tree_nodes: _Optional[int] = ..., layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., hidden_size: _Optional[int] = ..., instance_id: _Optional[str] = ..., batch_invariant: _Optional[bool] = ..., lease_ms: _Optional[int] = ..., batch_invariance_reason: _Optional[str] = ..., weights: _Optional[str] = ..., kv_cache_dtype: _Optional[str] = ..., draining: _Optional[bool] = ..., generations: _Optional[int] = ..., drafter_services: _Optional[_Iterable[_Union[JoinedService, _Mapping]]] = ..., protocol_version: _Optional[_Union[ProtocolVersion, str]] = ..., named_chat_templates: _Optional[_Mapping[str, str]] = ..., special_tokens: _Optional[_Mapping[str, str]] = ..., local_sources: _Optional[_Iterable[str]] = ..., numerics: _Optional[_Iterable[_Union[NumericsRule, _Mapping]]] = ...) -> None: ...
+
+class NumericsRule(_message.Message):
+    __slots__ = ("region", "case", "implementation", "constants")
+    class ConstantsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    CASE_FIELD_NUMBER: _ClassVar[int]
+    IMPLEMENTATION_FIELD_NUMBER: _ClassVar[int]
+    CONSTANTS_FIELD_NUMBER: _ClassVar[int]
+    region: str
+    case: str
+    implementation: str
+    constants: _containers.ScalarMap[str, str]
+    def __init__(self, region: _Optional[str] = ..., case: _Optional[str] = ..., implementation: _Optional[str] = ..., constants: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class JoinedService(_message.Message):
     __slots__ = ("drafters", "default_drafter", "carrier", "sequences")

@@ -24,7 +24,7 @@ from paceline.cuda.products import (
 from paceline.decoder import Decoder, DecoderConfig, UnsupportedModelError
 from paceline.decoder.linear import is_rotated
 from paceline.device import Device, DeviceLost, DriverError, NotMappable
-from paceline.kernels import kernels_for
+from paceline.kernels import Rule, kernels_for
 from paceline.kernels.caches import MAX_GPU_WIDTH
 
 if TYPE_CHECKING:
@@ -191,10 +191,16 @@ class CudaDevice(Device):
             fix_decoder(decoder)
         torch.cuda.empty_cache()  # KV gets what is left
 
-    def bits_depend_on(self, decoder: Decoder) -> str:
+    def rules(self, decoder: Decoder) -> list[Rule]:
         if decoder.products is None:
-            return ""
-        return f"{describe_device(self.torch)}, {describe_kernels()}, {decoder.products}"
+            return []
+        config = decoder.config
+        return [
+            Rule("numerics", "", "GPU", {"hidden": str(config.dtype), "weights": config.weights}),
+            Rule("device", "", describe_device(self.torch), {}),
+            Rule("kernels", "", describe_kernels(), {}),
+            Rule("linear layer", "", str(decoder.products), {}),
+        ]
 
     def step_graphs(self, decoder: Decoder, pool: KVCacheView, *, required: bool) -> GraphRunner:
         kernels_for(self.name)  # or it says why there are none

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.decoder.cache import LocalCache
-from paceline.decoder.model import Decoder
+from paceline.decoder.model import Decoder, bits_of
 from paceline.kernels import (
     CHUNK,
     MAX_TREE_NODES,
@@ -42,6 +42,8 @@ class BatchInvariance:
 
     holds: bool  # whether they have
     reason: str = ""  # what differs and what to do about it; empty if nothing differs
+    # SHA-256 (hex) of the logits that were compared, the same wherever bits are equal; empty: none.
+    bits: str = ""
 
 
 def check_batch_invariance(decoder: Decoder) -> BatchInvariance:
@@ -53,10 +55,10 @@ def check_batch_invariance(decoder: Decoder) -> BatchInvariance:
     compared with its path decoded alone. Last, the attention of each kind of layer runs over the
     largest trees, behind its window.
     """
-    differs = ""
-    for find in (_rows_that_differ, _tree_that_differs, _attention_that_differs):
-        differs = differs or find(decoder)
-    return BatchInvariance(not differs, differs)
+    rows = _rows_that_differ(decoder)
+    tree, bits = _tree_that_differs(decoder)
+    differs = rows or tree or _attention_that_differs(decoder)
+    return BatchInvariance(not differs, differs, bits)
 
 
 @torch.inference_mode()
@@ -75,7 +77,8 @@ def _rows_that_differ(decoder: Decoder) -> str:
     return ""
 
 
-def _tree_that_differs(decoder: Decoder) -> str:
+def _tree_that_differs(decoder: Decoder) -> tuple[str, str]:
+    """What differs, and the digest of the tree's logits."""
     config = decoder.config
     delta = [index in config.delta_layers for index in range(config.layers)]
     ropes = config.ropes or (0,) * config.layers
@@ -100,13 +103,16 @@ def _tree_that_differs(decoder: Decoder) -> str:
         [packed, other],
         logit_rows=None,
     ).logits[5:]
+    differs = ""
     for leaf in sorted(set(range(len(_PARENTS))) - set(_PARENTS)):
         for node in _path(leaf):
             logits = _append(decoder, alone, tree[node : node + 1])
             if not torch.equal(logits[0], together[node]):
-                return "attention or a row operation gives other bits in a tree than token by token"
+                differs = (
+                    "attention or a row operation gives other bits in a tree than token by token"
+                )
         alone.truncate(_PREFIX)
-    return ""
+    return differs, bits_of(together)
 
 
 class _Attention:

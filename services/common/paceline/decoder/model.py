@@ -6,6 +6,7 @@ RoPE are float32 for bfloat16 weights too; the compiled kernels keep all activat
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -33,14 +34,18 @@ from paceline.kernels import (
     Probe,
     Program,
     Recorder,
+    Rule,
     TreePlan,
     choose_numerics,
+    gumbel_noise_at,
 )
 from paceline.kernels.executor import NativeProgram
 from paceline.kernels.linear import PackedMatrix
 
 if TYPE_CHECKING:
     from paceline.cuda.products import FixedProducts
+
+_SAMPLES = 4096  # positions and tokens of which the rules have digests
 
 
 @dataclass(frozen=True)
@@ -200,6 +205,21 @@ class Decoder:
         """The program of :meth:`forward` for compiled kernels, on a CPU that has them."""
         return self._executor.native
 
+    def rules(self) -> list[Rule]:
+        """What the bits of tokens depend on, on a CPU, besides weights and text."""
+        assert self.native is not None, "a CPU has compiled kernels"
+        config = self.config
+        types = {"hidden": config.dtype, "weights": config.weights, "kv": config.kv_dtype}
+        names = {name: str(kind).removeprefix("torch.") for name, kind in types.items()}
+        angles = {"table": bits_of(self.rope.table(0)[..., :_SAMPLES, :])}
+        noise = {"noise": bits_of(gumbel_noise_at(0, 0, torch.arange(_SAMPLES)))}
+        return [
+            Rule("numerics", "", self.numerics, names),
+            *self.native.program.rules(config.kv_dtype),
+            Rule("rotary embedding", "", "rounded from float64", angles),
+            Rule("sampling", "", "argmax of filtered logits with Gumbel noise", noise),
+        ]
+
     def _record(self) -> Program:
         """The operations of a forward pass."""
         config = self.config
@@ -223,6 +243,11 @@ class Decoder:
         if config.logit_cap:
             program.cap_logits(logits, config.logit_cap)
         return program.finish()
+
+
+def bits_of(values: Tensor) -> str:
+    """SHA-256 (hex) of floats as float32, of which -0 and 0 are equal."""
+    return hashlib.sha256((values.float() + 0.0).numpy().tobytes()).hexdigest()
 
 
 def config_for(

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import torch as pytorch
     from torch import Tensor
 
+    from paceline.kernels import Rule
+
 T = TypeVar("T")
 
 _log = logging.getLogger("paceline.device")
@@ -146,10 +148,11 @@ class Device:
     def prepare(self, decoder: Any, numerics: str) -> None:
         """Make a decoder that was just built ready to serve with these numerics."""
 
-    def bits_depend_on(self, decoder: Any) -> str:
-        """What the bits of logits depend on besides model and formats, equal for verifiers that
+    def rules(self, decoder: Any) -> list[Rule]:
+        """What the bits of tokens depend on besides weights and text, equal for verifiers that
         continue each other's texts; empty if no promise holds."""
-        return str(decoder.numerics)
+        found: list[Rule] = decoder.rules()
+        return found
 
     def step_graphs(self, decoder: Any, pool: Any, *, required: bool) -> Any:
         """A :class:`~paceline.cuda.graphs.GraphRunner` of steps over a pool of pages; None without

@@ -12,7 +12,7 @@ import torch
 from paceline.decoder import BatchInvariance, Decoder, PackedModel, check_batch_invariance
 from paceline.decoder.remembered import remembered
 from paceline.device import device_of
-from paceline.kernels import cpu_kernels, processor_name
+from paceline.kernels import Rule, cpu_kernels, processor_name
 from paceline.tree import MAX_NODES
 from paceline.v1 import verifier_pb2
 from paceline.verifier.grammar import Grammars
@@ -44,8 +44,12 @@ class ModelInfo:
         message = self.message
         message.batch_invariant = found.holds
         message.batch_invariance_reason = found.reason
-        depend = device_of(decoder.device).bits_depend_on
-        message.numerics = depend(decoder) if found.holds else ""
+        rules = device_of(decoder.device).rules(decoder) if found.holds else []
+        if found.bits:
+            rules.append(Rule("check", "", "logits of a tree", {"logits": found.bits}))
+        fields = [rule._asdict() for rule in rules]
+        message.ClearField("numerics")
+        message.numerics.extend(verifier_pb2.NumericsRule(**each) for each in fields)
 
     def response(self, request: verifier_pb2.GetModelRequest) -> verifier_pb2.GetModelResponse:
         """The response to one request, with the tokenizer if the client lacks it."""
@@ -103,12 +107,13 @@ def read_model_info(
         tokenizer_gzip=gzip.compress(tokenizer, compresslevel=3, mtime=0) if tokenizer else b"",
     )
     if not device_of(decoder.device).graphs:  # there the passes that serve are checked
-        info.set_invariance(_batch_invariance(decoder), decoder)
+        info.set_invariance(_batch_invariance(decoder, source.fingerprint), decoder)
     return info
 
 
-def _batch_invariance(decoder: Decoder) -> BatchInvariance:
-    """Result of the self-check, that of an earlier process with the same kernels if there is."""
+def _batch_invariance(decoder: Decoder, fingerprint: str) -> BatchInvariance:
+    """Result of the self-check, that of an earlier process with the same model and kernels if there
+    is."""
     machine = cpu_kernels().file, processor_name(), torch.__version__, torch.get_num_threads()
-    facts = ("batch invariance", decoder.config, *machine)
+    facts = ("batch invariance", fingerprint, decoder.config, decoder.numerics, *machine)
     return BatchInvariance(**remembered(facts, lambda: asdict(check_batch_invariance(decoder))))
