@@ -1,5 +1,6 @@
 """The chat of the gateway's page. Run by `make browser`."""
 
+import json
 import re
 from functools import partial
 
@@ -61,7 +62,7 @@ async def test_turns_keep_their_history(chat_gateway, open_page: Open) -> None:
         await answered(page, 1)
         await send(page, "Second")
         await answered(page, 2)
-        turns = await page.locator(".turn .markdown, .turn.user").all_text_contents()
+        turns = await page.locator(".turn .markdown, .turn.user .said").all_text_contents()
         assert [turn.strip() for turn in turns] == ["First", "Answer 1", "Second", "Answer 2"]
         assert prompts[-1] == (
             "<system>Be brief.<user>First<assistant>Answer *1*<user>Second<assistant>"
@@ -81,6 +82,9 @@ async def test_markdown_is_rendered_and_nothing_in_it_runs(chat_gateway, open_pa
         assert await answer.locator("strong").text_content() == "Bold"
         assert await answer.locator("table td").all_text_contents() == ["1", "2"]
         assert await answer.locator("pre code").text_content() == 'print("<b>")\n'
+        assert await answer.locator(".bar").text_content() == "pythonCopy"
+        await answer.locator(".bar button").click()
+        await expect(answer.locator(".bar")).to_contain_text("Cop")
         text = await answer.text_content()
         assert "1 < 2" in text
         assert "<script>window.ran = 1</script>" in text
@@ -158,6 +162,10 @@ async def steps_can_be_picked(page: playwright.Page) -> None:
     found = re.search(r"(\d+) drafted, (\d+) accepted", await token.get_attribute("title"))
     assert found is not None
     assert await page.locator("#chat .tree .accepted").count() == int(found[2])
+    # The tree is there in words too.
+    paths = await page.get_by_role("list", name="Paths of the tree").locator("li").all_inner_texts()
+    assert paths[0].startswith("accepted ")
+    assert len(paths) <= int(found[1])
     previewed = await shown.text_content()
     await page.locator("#chat textarea").hover()
     await expect(shown).to_have_text(newest)
@@ -184,7 +192,8 @@ async def test_a_reload_keeps_the_chat(chat_gateway, open_page: Open) -> None:
         await answered(page, 1)
         assert await page.locator(".thread").inner_html() == before
         await expect(page.locator("#chat .welcome")).to_be_hidden()
-        assert "private" not in await page.evaluate("JSON.stringify({...sessionStorage})")
+        stored = "JSON.stringify([{...sessionStorage}, {...localStorage}])"
+        assert "private" not in await page.evaluate(stored)
         await page.locator(".turn .answer em [data-token]").first.hover()
         await expect(page.locator("#chat .panel .step")).to_contain_text("Step ")
         await send(page, "Second")
@@ -198,6 +207,128 @@ async def test_a_reload_keeps_the_chat(chat_gateway, open_page: Open) -> None:
         assert await page.locator(".turn").count() == 0
 
 
+async def test_chats_are_kept_until_they_are_deleted(chat_gateway, open_page: Open) -> None:
+    async with chat_gateway(str.upper) as address, open_page(address) as page:
+        choice, said = page.locator("#chat [name=chats]"), page.locator(".turn.user .said")
+        for text in ("First", "Second"):
+            await page.click("#chat [name=new]")
+            await send(page, text)
+            await answered(page, 1)
+        await page.evaluate("sessionStorage.clear()")  # as in another tab
+        await page.reload()
+        await expect(page.locator("#chat .welcome")).to_be_visible()
+        assert await choice.locator("option").all_text_contents() == ["New chat", "Second", "First"]
+        await choice.select_option("First")
+        await expect(said).to_have_text("First")
+        await send(page, "Third")
+        await answered(page, 2)
+        await page.reload()
+        await answered(page, 2)
+        assert await said.all_text_contents() == ["First", "Third"]
+        await page.click("#chat [name=delete]")
+        await expect(page.locator("#chat .welcome")).to_be_visible()
+        await expect(page.locator("#chat [name=delete]")).to_be_disabled()
+        await page.reload()
+        assert await choice.locator("option").all_text_contents() == ["New chat", "Second"]
+        assert "Third" not in await page.evaluate("JSON.stringify({...localStorage})")
+
+
+async def test_edit_and_regenerate(chat_gateway, open_page: Open) -> None:
+    prompts: list[str] = []
+
+    def reply(prompt: str) -> str:
+        prompts.append(prompt)
+        return f"Answer {len(prompts)}"
+
+    async with chat_gateway(reply) as address, open_page(address) as page:
+        for turn, text in enumerate(("First", "Second"), start=1):
+            await send(page, text)
+            await answered(page, turn)
+        await page.locator(".turn.assistant").nth(1).get_by_text("Regenerate").click()
+        await expect(page.locator(".turn .answer").nth(1)).to_have_text("Answer 3")
+        assert prompts[2] == prompts[1]
+        await answered(page, 2)
+        await page.locator(".turn.user").first.get_by_text("Edit").click()
+        message = page.locator("#chat .composer textarea")
+        assert await message.input_value() == "First"
+        await page.locator(".turn.user").first.get_by_text("Edit").click()
+        assert await message.input_value() == ""
+        await page.locator(".turn.user").first.get_by_text("Edit").click()
+        await send(page, "Other")
+        await answered(page, 1)
+        assert prompts[3] == "<user>Other<assistant>"
+        await expect(page.locator(".turn.user .said")).to_have_text("Other")
+        # What was there stays if nothing is answered.
+        await page.context.set_offline(True)
+        await page.get_by_text("Regenerate").click()
+        await expect(page.locator("#chat .error")).to_contain_text("cannot be reached")
+        await expect(page.locator(".turn .answer")).to_have_text("Answer 4")
+        await page.context.set_offline(False)
+
+
+async def test_a_cut_answer_is_continued(chat_gateway, open_page: Open) -> None:
+    prompts: list[str] = []
+
+    def reply(prompt: str) -> str:
+        prompts.append(prompt)
+        return "A long answer"[len(prompt.partition("<assistant>")[2]) :]
+
+    async with chat_gateway(reply) as address, open_page(address) as page:
+        await page.click("#settings summary")
+        await page.fill("#settings [name=max_tokens]", "6")
+        await send(page, "Hi")
+        answer, figures = page.locator(".turn .answer"), page.locator(".turn .figures")
+        goes_on = page.locator(".turn").get_by_text("Continue")
+        for text, cut in (("A long", True), ("A long answe", True), ("A long answer", False)):
+            await answered(page, 1)
+            await expect(answer).to_have_text(text)
+            await expect(goes_on).to_be_visible(visible=cut)
+            assert ("cut at" in await figures.text_content()) == cut
+            if cut:
+                await goes_on.click()
+        assert prompts == [f"<user>Hi<assistant>{text}" for text in ("", "A long", "A long answe")]
+        assert await page.locator("#chat .steps .plain").count() > 6
+        await page.reload()
+        await expect(answer).to_have_text("A long answer")
+
+
+async def test_thoughts_are_apart(chat_gateway, open_page: Open) -> None:
+    """By the fields of a gateway's stream; the marks around them are shown nowhere."""
+    pieces = ["<think>", "I ", "wonder", "</think>", "\n", "It ", "is"]
+    fields = {1: "reasoning_content", 2: "reasoning_content", 5: "content", 6: "content"}
+    events = []
+    for index, piece in enumerate(pieces):
+        told = {"pieces": [piece], "token_ids": [index], "proposed_by": ["verifier"]}
+        delta = {fields[index]: piece} if index in fields else {}
+        choice = {"delta": delta, "rounds": [{**told, "steps": 1, "undrafted": "no_drafter"}]}
+        events.append({"choices": [choice]})
+    events.append({"choices": [{"delta": {}, "finish_reason": "stop"}]})
+    body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+    sent: list[str] = []
+
+    async def answer(route: playwright.Route) -> None:
+        sent.append(route.request.post_data or "")
+        await route.fulfill(body=body, content_type="text/event-stream")
+
+    async with chat_gateway(str.upper) as address, open_page(address) as page:
+        await page.route("**/v1/chat/completions", answer)
+        await send(page, "Is it?")
+        for _ in range(2):  # then after a reload
+            await answered(page, 1)
+            await expect(page.locator(".turn .answer")).to_have_text("It is")
+            thoughts = page.locator(".turn .thoughts")
+            await expect(thoughts.locator(".thought")).to_be_hidden()
+            await thoughts.locator("summary").click()
+            await expect(thoughts.locator(".thought")).to_have_text("I wonder")
+            await thoughts.locator("[data-token]").last.hover()
+            await expect(page.locator("#chat .panel .step")).to_contain_text('"wonder"')
+            await page.reload()
+        await send(page, "More")
+        await answered(page, 2)
+        messages = json.loads(sent[-1])["messages"]
+        assert messages[1] == {"role": "assistant", "content": "It is"}
+
+
 async def test_a_reload_keeps_what_was_written_of_an_answer(chat_gateway, open_page: Open) -> None:
     async with chat_gateway(lambda prompt: "A text", Unending) as address:
         async with open_page(address) as page:
@@ -205,7 +336,7 @@ async def test_a_reload_keeps_what_was_written_of_an_answer(chat_gateway, open_p
             await expect(page.locator(".turn .answer")).to_have_text("A")
             await page.reload()
             await answered(page, 1)
-            assert await page.locator(".turn.user").text_content() == "First"
+            assert await page.locator(".turn.user .said").text_content() == "First"
             await expect(page.locator(".turn .answer")).to_have_text("A")
             await expect(page.locator(".turn .figures")).to_contain_text("stopped")
 
@@ -304,9 +435,9 @@ async def test_keyboard_and_small_screens(chat_gateway, open_page: Open) -> None
             assert await page.locator("#chat textarea").input_value() == "one\ntwo"
             await page.keyboard.press("Enter")
             await answered(page, 1)
-            assert await page.locator(".turn.user").text_content() == "one\ntwo"
+            assert await page.locator(".turn.user .said").text_content() == "one\ntwo"
             await page.keyboard.press("Tab")
-            await expect(page.locator("#chat [name=new]")).to_be_focused()
+            await expect(page.locator("#chat [name=chats]")).to_be_focused()
             outline = "getComputedStyle(document.activeElement).outlineStyle"
             assert await page.evaluate(outline) == "solid"
             await page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")

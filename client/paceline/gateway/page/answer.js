@@ -1,6 +1,6 @@
 /** A text as Markdown in which each token is marked with who proposed it. Nothing in the text runs. */
 
-import { element } from "./elements.js";
+import { copyButton, element } from "./elements.js";
 import { tokenSpan } from "./tokens.js";
 import "./vendor/purify.min.js"; // sets the global DOMPurify
 import { Marked } from "./vendor/marked.esm.js";
@@ -21,7 +21,7 @@ const ALLOWED = {
     ..."a blockquote br code del em h1 h2 h3 h4 h5 h6 hr li ol p pre strong".split(" "),
     ..."table tbody td th thead tr ul".split(" "),
   ],
-  ALLOWED_ATTR: ["align", "href", "start"],
+  ALLOWED_ATTR: ["align", "class", "href", "start"], // classes name the languages of code
   ALLOWED_URI_REGEXP: /^(?:https?|mailto):/i,
   RETURN_DOM_FRAGMENT: true,
 };
@@ -38,7 +38,7 @@ export class Answer {
   /** Shows tokens. Only blocks that changed since the last call are made anew. */
   show(tokens) {
     const text = tokens.map((token) => token.text).join("");
-    const owners = tokens.flatMap(({ text, by }, index) => Array(text.length).fill({ by, index }));
+    const owners = tokens.flatMap(({ text, by, index }) => Array(text.length).fill({ by, index }));
     let start = 0, shown = 0;
     for (const part of markdown.lexer(text)) {
       const end = start + part.raw.length;
@@ -59,6 +59,12 @@ export class Answer {
     for (const link of block.querySelectorAll("a")) {
       link.target = "_blank";
       link.rel = "noopener noreferrer";
+    }
+    for (const code of block.querySelectorAll("pre > code")) {
+      const bar = element("div", "", "bar");
+      bar.append(element("span", code.className.replace("language-", "")), copyButton(() => code.textContent));
+      code.removeAttribute("class");
+      code.parentElement.before(bar);
     }
     const old = this.#blocks[index]?.block;
     if (old) old.replaceWith(block);

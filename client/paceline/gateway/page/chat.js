@@ -1,20 +1,23 @@
 import { Answer } from "./answer.js";
-import { copy, element, oncePerFrame, onSend } from "./elements.js";
+import { copyButton, button, element, oncePerFrame, onSend } from "./elements.js";
 import { Panel } from "./panel.js";
-import { forget, keep, kept } from "./kept.js";
+import { chats, deleteChat, keep, keepChat, kept, turnsOf } from "./kept.js";
 import { rate, Run } from "./run.js";
 import { linkTokens, TokenText } from "./tokens.js";
 
 /**
- * A conversation. What is sent is the whole history, through the model's chat template. A reload
- * keeps it.
+ * The open conversation, and the choice of another. What is sent is the whole history, through the
+ * model's chat template. The browser keeps all conversations until they are deleted.
  */
 export class Chat {
   #root;
   #context;
   #panel;
+  #id;
   #turns = []; // { role, content }; of an answer also { run, about }
+  #edited = null; // index of the message that is written again
   #abort = null;
+  #keepPart = () => {}; // keeps what came of the running answer
 
   /**
    * @param {HTMLElement} root The view.
@@ -25,14 +28,23 @@ export class Chat {
     this.#context = context;
     this.#panel = new Panel(root.querySelector(".panel"));
     onSend(this.#form, () => this.#send(), () => this.stop());
-    this.#form.elements.new.addEventListener("click", () => this.#clear());
+    const { new: begin, delete: remove, chats: choice } = this.#form.elements;
+    begin.addEventListener("click", () => this.#open(newId()));
+    choice.addEventListener("change", () => this.#open(choice.value));
+    remove.addEventListener("click", () => {
+      const id = this.#id;
+      this.#open(newId());
+      deleteChat(id);
+      this.#list();
+    });
     for (const example of root.querySelectorAll(".examples button")) {
       example.addEventListener("click", () => {
         this.#message.value = example.textContent;
         this.#send();
       });
     }
-    this.#restore();
+    addEventListener("pagehide", () => this.#keepPart());
+    this.#open(kept("chat") ?? newId());
   }
 
   /** Ends the running answer; what came of it stays. */
@@ -52,84 +64,145 @@ export class Chat {
     return this.#root.querySelector(".thread");
   }
 
-  #clear() {
-    this.stop();
-    this.#turns = [];
-    forget("chat");
-    for (const turn of this.#thread.querySelectorAll(".turn")) turn.remove();
-    this.#root.querySelector(".error").textContent = "";
-    this.#thread.querySelector(".welcome").hidden = false;
-    this.#message.focus();
+  set #error(text) {
+    this.#root.querySelector(".error").textContent = text;
   }
 
-  #restore() {
-    this.#turns = kept("chat") ?? [];
-    for (const turn of this.#turns) {
+  /** Shows a chat that is kept, or a new one. A running answer of another chat ends. */
+  #open(id) {
+    this.#keepPart();
+    this.stop();
+    this.#id = id;
+    keep("chat", id);
+    this.#error = "";
+    this.#show(turnsOf(id));
+    this.#message.focus({ preventScroll: true });
+  }
+
+  #show(turns) {
+    this.#turns = turns;
+    this.#edited = null;
+    for (const turn of this.#thread.querySelectorAll(".turn")) turn.remove();
+    turns.forEach((turn, index) => {
       if (turn.role === "user") {
-        this.#thread.append(element("article", turn.content, "turn user"));
-        continue;
+        this.#thread.append(this.#question(turn.content, index));
+        return;
       }
       turn.run = Run.from(turn.run);
-      const view = new AnswerView(this.#panel, turn.run, turn.about);
+      const view = this.#answerView(turn.run, turn.about, index);
       this.#thread.append(view.root);
       view.end();
-    }
-    this.#thread.querySelector(".welcome").hidden = this.#turns.length > 0;
+    });
+    this.#list();
   }
 
-  async #send() {
-    const message = this.#message.value, { settings, gateway } = this.#context;
-    if (!message.trim() || this.#abort) return;
-    const abort = this.#abort = new AbortController();
-    const error = this.#root.querySelector(".error");
-    error.textContent = "";
-    this.#enable(false);
-    const history = this.#turns, turns = [...history, { role: "user", content: message }];
-    const asked = element("article", message, "turn user");
+  /** The names of all chats. */
+  #list() {
+    const { chats: choice, delete: remove } = this.#form.elements, all = chats();
+    const known = all.some(({ id }) => id === this.#id);
+    if (!known) all.unshift({ id: this.#id, title: "New chat" });
+    choice.replaceChildren(...all.map(({ id, title }) => new Option(title, id)));
+    choice.value = this.#id;
+    remove.disabled = !known;
+    this.#thread.querySelector(".welcome").hidden = this.#thread.querySelector(".turn") !== null;
+  }
+
+  #question(content, index) {
+    const turn = element("article", "", "turn user"), footer = element("footer");
+    footer.append(button("Edit", () => {
+      if (this.#abort) return;
+      const same = this.#edited === index;
+      this.#thread.querySelector(".edited")?.classList.remove("edited");
+      turn.classList.toggle("edited", !same);
+      this.#edited = same ? null : index;
+      this.#message.value = same ? "" : content;
+      this.#message.focus();
+    }));
+    turn.append(element("div", content, "said"), footer);
+    return turn;
+  }
+
+  #answerView(run, about, index) {
+    return new AnswerView(this.#panel, run, about, {
+      again: () => this.#answer(this.#turns.slice(0, index - 1), this.#turns[index - 1].content, { seed: null }),
+      goOn: () => this.#goOn(index),
+    });
+  }
+
+  #send() {
+    const message = this.#message.value, history = this.#turns.slice(0, this.#edited ?? undefined);
+    if (message.trim()) this.#answer(history, message);
+  }
+
+  /** Asks, after a history, which takes the place of all turns. `changes` are of the request. */
+  async #answer(history, message, changes = {}) {
+    if (this.#abort) return;
+    const before = this.#turns, asked = [...history, { role: "user", content: message }];
+    const typed = this.#message.value;
+    this.#show(history);
+    this.#thread.append(this.#question(message, history.length));
     const run = new Run();
-    let view = null, answered = null;
-    const keepPart = () => {
-      if (run.tokens.length && this.#turns === history) keep("chat", answered());
+    await this.#follow(run, asked, changes, null, () => {
+      this.#show(before);
+      this.#message.value ||= typed; // nothing was answered: it goes back, to be sent again
+    });
+  }
+
+  /** Continues an answer, in its place. */
+  async #goOn(index) {
+    if (this.#abort) return;
+    const before = this.#turns, { run, about } = before[index];
+    const turns = [...before.slice(0, index), { role: "assistant", content: run.text }];
+    const goesOn = { continue_final_message: true, add_generation_prompt: false };
+    this.#show(before.slice(0, index));
+    await this.#follow(run, turns, goesOn, about, () => this.#show(before));
+  }
+
+  /** Adds what the gateway answers to a run; `failed` is called if nothing came. */
+  async #follow(run, turns, changes, about, failed) {
+    const { settings, gateway } = this.#context, id = this.#id;
+    const abort = this.#abort = new AbortController(), count = run.tokens.length;
+    const asked = turns.at(-1).role === "user" ? turns : turns.slice(0, -1);
+    let view = null;
+    this.#error = "";
+    this.#enable(false);
+    const answered = () => [...asked, { role: "assistant", content: run.text, run, about }];
+    this.#keepPart = () => {
+      if (run.tokens.length && about) keepChat(id, answered());
     };
-    addEventListener("pagehide", keepPart);
     try {
       if (!settings.model) settings.model = await gateway.model();
-      const { path, body } = settings.request(turns);
-      this.#message.value = "";
-      this.#thread.querySelector(".welcome").hidden = true;
-      const about = {
+      const { path, body } = settings.request(turns, changes);
+      if (this.#message.value === asked.at(-1).content) this.#message.value = "";
+      about ??= {
         drafter: body.drafter,
         drafters: settings.model.drafters,
         accent: settings.accent(body.drafter),
         markdown: settings.model.chat_template,
         context: settings.model.max_model_len,
       };
-      answered = () => [...turns, { role: "assistant", content: run.text, run, about }];
-      view = new AnswerView(this.#panel, run, about);
-      this.#thread.append(asked, view.root);
+      view = this.#answerView(run, about, asked.length);
+      this.#thread.append(view.root);
+      this.#list();
       scrollToEnd();
       await run.follow(gateway.stream(path, body, abort.signal), () => view.changed());
-      view.end();
     } catch (failure) {
-      if (failure.name !== "AbortError") {
-        error.textContent = failure.message;
+      if (failure.name !== "AbortError" && this.#abort === abort) {
+        this.#error = failure.message;
         this.#context.failed(failure);
       }
-      if (run.tokens.length) view.end();
     }
-    removeEventListener("pagehide", keepPart);
-    if (this.#turns === history) {
-      if (run.tokens.length) {
+    view?.end();
+    if (this.#id === id && this.#abort === abort) {
+      if (run.tokens.length > count) {
         this.#turns = answered();
-        keep("chat", this.#turns);
+        if (!keepChat(id, this.#turns)) this.#error = "The browser has no room to keep this chat: delete others.";
+        this.#list();
       } else {
-        // Nothing was answered: the message goes back, to be sent again.
-        asked.remove();
-        view?.root.remove();
-        this.#message.value ||= message;
-        this.#thread.querySelector(".welcome").hidden = history.length > 0;
+        failed();
       }
-    } // else a new chat was begun meanwhile
+    } // else another chat was opened meanwhile
+    this.#keepPart = () => {};
     this.#abort = null;
     this.#enable(true);
     // A button that was disabled has lost the focus.
@@ -142,6 +215,8 @@ export class Chat {
   }
 }
 
+const newId = () => `${Date.now()}-${Math.random()}`;
+
 /** An answer as it comes, with its sums. */
 class AnswerView {
   root = element("article", "", "turn assistant");
@@ -149,8 +224,11 @@ class AnswerView {
   #run;
   #about;
   #figures = element("span", "", "figures");
-  #copy = element("button", "Copy");
+  #buttons;
+  #goOn;
   #text;
+  #thoughts = element("details", "", "thoughts");
+  #thought;
   #ended = false;
   changed = oncePerFrame(() => this.#draw());
 
@@ -158,21 +236,27 @@ class AnswerView {
    * @param {Panel} panel Shows the steps.
    * @param {Run} run The request.
    * @param {{drafter: string, drafters: string[], accent: string, markdown: boolean, context: number}} about
+   * @param {{again: () => void, goOn: () => void}} actions Answer once more; continue a cut answer.
    */
-  constructor(panel, run, about) {
+  constructor(panel, run, about, { again, goOn }) {
     this.#panel = panel;
     this.#run = run;
     this.#about = about;
-    this.#copy.type = "button";
-    this.#copy.hidden = true;
-    this.#copy.addEventListener("click", () => copy(this.#run.text, this.#copy));
+    this.#goOn = button("Continue", goOn);
+    this.#buttons = [this.#goOn, button("Regenerate", again), copyButton(() => this.#run.text)];
+    for (const each of this.#buttons) each.hidden = true;
+    this.#goOn.className = "continue";
     const footer = element("footer");
-    footer.append(this.#figures, this.#copy);
+    footer.append(this.#figures, ...this.#buttons);
     // Without a chat template the text is a continuation, such as code, and no Markdown.
     const place = element("div", "", about.markdown ? "answer markdown" : "answer plain");
+    const thought = element("div", "", "thought");
     this.#text = about.markdown ? new Answer(place) : new TokenText(place);
-    linkTokens(place, run, panel, () => panel.show(run, about));
-    this.root.append(place, footer);
+    this.#thought = new TokenText(thought);
+    this.#thoughts.append(element("summary", "Thoughts"), thought);
+    this.#thoughts.hidden = true;
+    for (const each of [place, thought]) linkTokens(each, run, panel, () => panel.show(run, about));
+    this.root.append(this.#thoughts, place, footer);
     this.root.classList.add(about.accent);
     // Screen readers read the answer when it is complete.
     this.root.ariaBusy = "true";
@@ -193,14 +277,17 @@ class AnswerView {
   end() {
     this.#ended = true;
     this.root.ariaBusy = "false";
-    this.#copy.hidden = false;
+    for (const each of this.#buttons) each.hidden = false;
+    this.#goOn.hidden = !this.#run.cut(this.#about.context) || this.#run.full(this.#about.context) || !this.#run.text;
     this.#draw();
   }
 
   #draw() {
     const run = this.#run, seconds = run.ended ?? run.now, count = run.tokens.length;
-    const followed = nearTheEnd();
-    this.#text.show(run.tokens);
+    const followed = nearTheEnd(), { thought, answer } = run.parts();
+    this.#thoughts.hidden = !thought.length;
+    this.#thought.show(thought);
+    this.#text.show(answer);
     const drafted = run.tokens.filter((token) => token.by === "drafter").length;
     const cached = run.usage?.prompt_tokens_details.cached_tokens;
     this.#figures.textContent = [

@@ -55,11 +55,21 @@ export function oncePerFrame(draw) {
 /** Unit: milliseconds. */
 const FRAME = 16;
 
-/** Copies a text, and says on the button what became of it. */
-export async function copy(text, button) {
-  const name = button.textContent;
-  // Browsers offer the clipboard to pages of this machine and to pages with HTTPS only.
-  const copied = await navigator.clipboard?.writeText(text).then(() => true, () => false);
-  button.textContent = copied ? "Copied" : "Copying needs HTTPS";
-  setTimeout(() => { button.textContent = name; }, 2000);
+/** A button that calls `act`. */
+export function button(name, act) {
+  const made = element("button", name);
+  made.type = "button";
+  made.addEventListener("click", act);
+  return made;
+}
+
+/** A button that copies what `text` returns, and says what became of it. */
+export function copyButton(text) {
+  const made = button("Copy", async () => {
+    // Browsers offer the clipboard to pages of this machine and to pages with HTTPS only.
+    const copied = await navigator.clipboard?.writeText(text()).then(() => true, () => false);
+    made.textContent = copied ? "Copied" : "Copying needs HTTPS";
+    setTimeout(() => { made.textContent = "Copy"; }, 2000);
+  });
+  return made;
 }

@@ -1,7 +1,7 @@
 import { element, setAccent } from "./elements.js";
 import { explain, UNDRAFTED } from "./reasons.js";
 import { accepted, stepsOf } from "./run.js";
-import { drawSteps, drawTree, stepAt } from "./tree.js";
+import { drawSteps, drawTree, pathsOf, stepAt } from "./tree.js";
 
 /**
  * The steps of a run: the tree of one, tokens of each, sums, and why steps were not drafted. The tree
@@ -70,7 +70,9 @@ export class Panel {
     const shown = [this.#previewed, this.#picked].find((step) => step !== null && step < this.#steps.length);
     this.#shown = shown ?? this.#steps.findLastIndex((step) => step.tree);
     this.#root.querySelector(".step").textContent = this.title;
-    drawTree(this.#root.querySelector(".tree"), this.#steps[this.#shown]?.tree ?? null);
+    const tree = this.#steps[this.#shown]?.tree ?? null;
+    drawTree(this.#root.querySelector(".tree"), tree);
+    this.#root.querySelector(".paths").replaceChildren(...pathsOf(tree).map((path) => element("li", path)));
     drawSteps(this.#bars, this.#steps, this.#shown);
     this.#bars.setAttribute("aria-valuemax", this.#steps.length);
     this.#bars.setAttribute("aria-valuenow", this.#shown + 1);

@@ -10,6 +10,9 @@ export class Run {
   rounds = [];
   steps = [];
   tokens = [];
+  /** What the model thought before its answer, and the answer, where the gateway tells them apart. */
+  thoughts = "";
+  content = "";
   usage = null;
   /** Reason of the end: "stop" or "length"; empty while it runs and after an abort. */
   finish = "";
@@ -24,13 +27,20 @@ export class Run {
     return run;
   }
 
-  /** Reads events to their end; `onRound` is called after those of an event. */
+  /**
+   * Reads events to their end, of a text or of its continuation; `onRound` is called after those of
+   * an event.
+   */
   async follow(events, onRound = () => {}) {
-    this.began = performance.now();
+    this.began = performance.now() - 1000 * (this.ended ?? 0);
+    this.ended = null;
+    this.finish = "";
     try {
       for await (const event of events) {
         const choice = event.choices[0];
-        const rounds = choice?.rounds ?? [];
+        const rounds = choice?.rounds ?? [], { reasoning_content, content } = choice?.delta ?? {};
+        this.thoughts += reasoning_content ?? "";
+        this.content += content ?? "";
         for (const round of rounds) this.#add(round);
         if (rounds.length) onRound();
         this.finish = choice?.finish_reason ?? this.finish;
@@ -45,19 +55,38 @@ export class Run {
     return (performance.now() - this.began) / 1000;
   }
 
+  /** The answer. */
   get text() {
-    return this.tokens.map((token) => token.text).join("");
+    return this.parts().answer.map((token) => token.text).join("");
   }
 
-  /**
-   * Why the text was cut, in words; empty if it has its own end.
-   *
-   * @param {number} context Number of tokens that prompt and text may have.
-   */
+  /** Tokens of the thoughts and of the answer, with their `index`. Marks around them are left out. */
+  parts() {
+    const raw = this.tokens.map((token) => token.text).join("");
+    const from = Math.max(0, raw.indexOf(this.thoughts)), to = from + this.thoughts.length;
+    const begin = this.content || !this.thoughts ? raw.indexOf(this.content, to) : raw.length;
+    return { thought: this.#slice(from, to), answer: this.#slice(begin < 0 ? to : begin, raw.length) };
+  }
+
+  #slice(from, to) {
+    let at = 0;
+    return this.tokens.flatMap((token, index) => {
+      const text = token.text.slice(Math.max(0, from - at), Math.max(0, to - at));
+      at += token.text.length;
+      return text ? [{ ...token, text, index }] : [];
+    });
+  }
+
+  /** Whether prompt and text have as many tokens as they may have, the context. */
+  full(context) {
+    return this.usage?.total_tokens >= context;
+  }
+
+  /** Why the text was cut, in words; empty if it has its own end. */
   cut(context) {
     if (!this.finish) return "stopped";
     if (this.finish !== "length") return "";
-    if (this.usage?.total_tokens >= context) return "cut: the context is full";
+    if (this.full(context)) return "cut: the context is full";
     return `cut at ${this.tokens.length} tokens`;
   }
 

@@ -93,6 +93,7 @@ export class Settings {
     };
     if (!this.#model.chat_template) {
       const prompt = turns.map((turn) => turn.content).join("");
+      for (const name of ["continue_final_message", "add_generation_prompt"]) delete body[name];
       body.max_tokens ??= this.#model.max_model_len; // the default of a completion is small
       return { path: "v1/completions", body: { ...body, prompt } };
     }

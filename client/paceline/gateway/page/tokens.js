@@ -13,8 +13,8 @@ export class TokenText {
   /** Shows the tokens; those of an earlier call stay. */
   show(tokens) {
     for (; this.#shown < tokens.length; this.#shown++) {
-      const { text, by } = tokens[this.#shown];
-      this.#root.append(tokenSpan(text, by, this.#shown));
+      const { text, by, index } = tokens[this.#shown];
+      this.#root.append(tokenSpan(text, by, index));
     }
     // The end of a text may have come later than its last token.
     if (tokens.length) this.#root.lastChild.textContent = tokens.at(-1).text;

@@ -44,6 +44,23 @@ export function drawTree(svg, tree) {
   );
 }
 
+/** The paths of a tree in words, the accepted one first, for those who do not see the drawing. */
+export function pathsOf(tree) {
+  const inner = new Set(tree?.parents), accepted = new Set(tree?.accepted);
+  const paths = (tree?.tokens ?? []).flatMap((_, leaf) => {
+    if (inner.has(leaf)) return [];
+    const path = [];
+    for (let node = leaf; node >= 0; node = tree.parents[node]) path.unshift(node);
+    const right = path.filter((node) => accepted.has(node)).length;
+    const text = (nodes) => JSON.stringify(nodes.map((node) => tree.tokens[node]).join(""));
+    const [taken, refused] = [path.slice(0, right), path.slice(right)];
+    return [{ right, text: [
+      taken.length ? `accepted ${text(taken)}` : "", refused.length ? `not accepted ${text(refused)}` : "",
+    ].filter(Boolean).join(", ") }];
+  });
+  return paths.sort((a, b) => b.right - a.right).map(({ text }) => text);
+}
+
 /** Rows and columns of the nodes that are drawn, parents before children. */
 function place(tree) {
   const accepted = new Set(tree.accepted), children = new Map([[-1, []]]), nodes = [];
