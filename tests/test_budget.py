@@ -15,10 +15,10 @@ BUDGET = {
     "services/common": 17_649,
     "services/verifier": 10_320,
     "services/drafter": 10_445,
-    "client": 16_816,
+    "client": 16_825,
     "train": 5_970,
     "bench": 7_330,
-    "tests": 50_366,
+    "tests": 50_376,
 }  # maximum number of lines
 SLACK = 0.01  # a folder that is smaller than its budget by a larger share lowers it
 _PRODUCT = ("kernels", "services", "client")

@@ -155,9 +155,16 @@ async def test_a_check_names_another_model_and_other_numerics(world: World, clie
         found = await client.check(Receipt.from_text(json.dumps(written)))
         assert found.outcome == outcome
         assert message in found.message
+    written = receipt.to_json()
+    rule = written["numerics"]["rules"][0]
+    assert [*rule["constants"]] == ["hidden", "kv", "weights"]
+    rule["constants"] = dict(reversed(rule["constants"].items()))
+    assert (await client.check(Receipt.from_text(json.dumps(written)))).outcome == "equal"
     before = world.verifier.made
     world.verifier.numerics = "amx"
     async with Client(world.address, cache_dir=None) as other:
         found = await other.check(receipt)
-    assert found == ("numerics", "numerics differ: numerics: portable, here amx")
+    types = "hidden float32, kv float32, weights float32"
+    said = f"numerics differ: numerics: portable, {types}, here amx, {types}"
+    assert found == ("numerics", said)
     assert world.verifier.made == before, "nothing was generated"

@@ -236,7 +236,13 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             instance_id=self.instance,
             batch_invariant=self.batch_invariant,
             lease_ms=self.lease_ms,
-            numerics=[verifier_pb2.NumericsRule(region="numerics", implementation=self.numerics)],
+            numerics=[
+                verifier_pb2.NumericsRule(
+                    region="numerics",
+                    implementation=self.numerics,
+                    constants={"weights": "float32", "hidden": "float32", "kv": "float32"},
+                )
+            ],
             draining=self.draining,
             generations=len(self.caches) + self.others,
             drafter_services=self.joined,

@@ -6,23 +6,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from system_support import EAGER, THREADS, make_prompts, wait_joined
+from system_support import EAGER, THREADS, make_prompts
 
 from paceline.cli.main import main
 from paceline.client import Client, Receipt
-from paceline.harness import ServiceProcess
+from paceline.harness import ServiceProcess, local_services
 from paceline.kernels._compile import levels_here
 
 
 @pytest.fixture(scope="module")
-def verifier(
-    models: dict[str, Path], sockets: Path, drafter: ServiceProcess
-) -> Iterator[ServiceProcess]:
-    """At the lowest level and on two threads, with drafters."""
-    arguments = ["--target", str(models["qwen3"]), "--weights=bfloat16", "--schedule=off"]
+def verifier(models: dict[str, Path]) -> Iterator[ServiceProcess]:
+    """At the lowest level and on two threads, with a drafter."""
+    target = ["--target", str(models["qwen3"]), "--weights=bfloat16", "--schedule=off"]
     environment = {"PACELINE_CPU_LEVEL": levels_here()[-1], "OMP_NUM_THREADS": "2"}
-    address = f"unix:{sockets}/scheduling"
-    with ServiceProcess("verifier", arguments, address=address, environment=environment) as served:
+    load = [f"--load=lm=lm:{models['small']}"]
+    with local_services(target, load, environment) as (served, _):
         yield served
 
 
@@ -34,7 +32,6 @@ async def test_receipts_are_checked_by_other_processes(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    await asyncio.to_thread(wait_joined, verifier.address, name="lm")
     receipts: dict[str, Receipt] = {}
     async with Client(verifier.address, drafting=EAGER) as client:
         for drafter in ("lm", "none"):

@@ -75,6 +75,9 @@ def _verifier(args: argparse.Namespace, receipt: Receipt) -> Iterator[None]:
     if args.target is None:
         yield
         return
+    from paceline.kernels._compile import levels_here  # with torch, which a client does without
+    from paceline.kernels._native import VARIABLE
+
     rules = [rule for rule in receipt.numerics if rule.region == "numerics"]
     name, constants = (rules[0].implementation, rules[0].constants) if rules else ("", {})
     weights, kv = constants.get("weights", "auto"), constants.get("kv", "auto")
@@ -85,8 +88,12 @@ def _verifier(args: argparse.Namespace, receipt: Receipt) -> Iterator[None]:
         f"--numerics={'portable' if name == 'portable' else 'auto'}",
         "--schedule=off",
     ]
+    level = name.replace("_", "")  # of processors with numerics of their own, of which auto is one
+    environment = {VARIABLE: level} if level in levels_here() else {}
     with ExitStack() as stack:
         with waiting(lambda: f"loading {described(args.target)}"):
-            served = stack.enter_context(ServiceProcess("verifier", arguments))
+            served = stack.enter_context(
+                ServiceProcess("verifier", arguments, environment=environment)
+            )
         args.verifier_address = served.address
         yield

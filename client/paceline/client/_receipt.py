@@ -49,7 +49,7 @@ class NumericsRule(NamedTuple):
     """Numbers and digests that fix the rest."""
 
     def __str__(self) -> str:
-        constants = (f"{name} {value[:16]}" for name, value in self.constants.items())
+        constants = (f"{name} {value[:16]}" for name, value in sorted(self.constants.items()))
         return ", ".join(filter(None, (self.case, self.implementation, *constants)))
 
 
@@ -59,7 +59,9 @@ Numerics = Sequence[NumericsRule]
 def numerics_of(facts: verifier_pb2.GetModelResponse) -> Numerics:
     """What the bits of a verifier's tokens depend on; empty if it promises nothing."""
     return [
-        NumericsRule(each.region, each.case, each.implementation, dict(each.constants))
+        NumericsRule(
+            each.region, each.case, each.implementation, dict(sorted(each.constants.items()))
+        )
         for each in facts.numerics
     ]
 
