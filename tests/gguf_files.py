@@ -27,6 +27,8 @@ ARCHITECTURES = {
     "hunyuan_v1_dense": "hunyuan-dense",
     "ernie4_5_moe": "ernie4_5-moe",
     "glm4_moe": "glm4moe",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
 }  # architectures that are not called as the model type
 
 
@@ -54,8 +56,10 @@ def write_gguf(
     for hf_name, tensor in _stacked(load_file(folder / "model.safetensors")).items():
         name = names.get_name(hf_name, (".weight", ".bias"))
         assert name is not None, hf_name
+        tensor = _tiled(hf_name, tensor, config) if "linear_attn" in hf_name else tensor
         values = tensor.float().squeeze().numpy()
-        if architecture.startswith("gemma") and values.ndim == 1:
+        offset = architecture.startswith(("gemma", "qwen35")) and hf_name.endswith("norm.weight")
+        if offset and "linear_attn" not in hf_name:
             values += 1
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
         part = hf_name.split(".")[-2]
@@ -104,10 +108,25 @@ def _stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
+def _tiled(name: str, tensor: Tensor, config: Mapping[str, Any]) -> Tensor:
+    """A tensor of the gated delta rule with the value heads of all key heads in turns."""
+    if name.endswith("A_log"):
+        tensor = -tensor.exp()
+    if "norm" in name:
+        return tensor
+    keys = config["linear_num_key_heads"]
+    wide = config["linear_value_head_dim"] * config["linear_num_value_heads"]
+    by = 1 if "out_proj" in name else 0
+    first = max(0, tensor.shape[by] - wide) if "qkv" in name or "conv1d" in name else 0
+    head, rest = tensor.split([first, tensor.shape[by] - first], by)
+    groups = rest.unflatten(by, (keys, config["linear_num_value_heads"] // keys, -1))
+    return torch.cat([head, groups.transpose(by, by + 1).flatten(by, by + 2)], by).contiguous()
+
+
 def _transposed(name: str, tensor: Tensor) -> dict[str, Tensor]:
     """A tensor under its name with an ending; those of all experts ``[experts, outs, ins]``."""
     if name.endswith("_bias"):
-        return {name.replace("_bias", ".bias"): tensor}
+        return {name.replace(".dt_bias", ".dt_proj_bias").replace("_bias", ".bias"): tensor}
     if ".experts." in name:
         return {f"{name}.weight": tensor.transpose(1, 2).contiguous()}
     return {f"{name}.weight" if name.endswith("sinks") else name: tensor}
@@ -132,7 +151,7 @@ def _add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_feed_forward_length(config.get("intermediate_size", 0))
     writer.add_head_count(heads)
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_key_length(width)
@@ -163,6 +182,14 @@ def _add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
             writer.add_expert_weights_norm(config["norm_topk_prob"])
         if wide := config.get("moe_intermediate_size"):
             writer.add_expert_feed_forward_length(wide)
+    if taps := config.get("linear_conv_kernel_dim"):
+        writer.add_ssm_conv_kernel(taps)
+        writer.add_ssm_state_size(config["linear_key_head_dim"])
+        writer.add_ssm_group_count(config["linear_num_key_heads"])
+        heads = config["linear_num_value_heads"]
+        writer.add_ssm_time_step_rank(heads)
+        writer.add_ssm_inner_size(config["linear_value_head_dim"] * heads)
+        writer.add_full_attention_interval(1 + config["layer_types"].index("full_attention"))
     local = config["rope_parameters"].get("sliding_attention")
     if local is not None:
         writer.add_rope_freq_base_swa(local["rope_theta"])

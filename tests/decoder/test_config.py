@@ -10,9 +10,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from decoder_cases import changed
+from gguf import GGUFWriter
 
 from paceline.convert import load_config, load_decoder, weights_fingerprint
 from paceline.decoder import UnsupportedModelError
@@ -200,3 +202,38 @@ def test_scaled_frequencies_make_the_context_longer(
     described.pop("rope_parameters", None)
     (folder / "config.json").write_text(json.dumps(described))
     assert load_config(folder).max_position == context
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "message"),
+    [
+        ("deepseek_v3", {"kv_lora_rank": 512}, "needs multi-head latent attention"),
+        ("falcon_h1", {"mamba_d_ssm": 64}, "needs state-space layers"),
+        ("lfm2", {"conv_L_cache": 3}, "needs layers of short convolutions"),
+        ("gemma3n", {"text_config": {"model_type": "gemma3n_text", "num_kv_shared_layers": 2}},
+         "'gemma3n_text' needs keys and values shared between layers"),
+        ("of-tomorrow", {"kv_lora_rank": None}, "'of-tomorrow' is not supported, expected one of"),
+    ],
+)  # fmt: skip
+def test_what_another_type_needs_is_said_before_anything_else_is_read(
+    tmp_path: Path, model_type: str, fields: dict[str, Any], message: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **fields}))
+    with pytest.raises(
+        UnsupportedModelError, match=rf"config\.json: model type .*{message}"
+    ) as why:
+        load_config(tmp_path)
+    assert "\n" not in str(why.value)
+
+
+def test_what_another_architecture_needs_is_said(tmp_path: Path) -> None:
+    writer = GGUFWriter(tmp_path / "model.gguf", "deepseek2")
+    writer.add_kv_lora_rank(512)
+    writer.add_tensor("token_embd.weight", np.zeros((4, 32), np.float32))
+    for write in ("header_to_file", "kv_data_to_file", "tensors_to_file"):
+        getattr(writer, f"write_{write}")()
+    writer.close()
+    with pytest.raises(
+        UnsupportedModelError, match="architecture 'deepseek2' needs multi-head lat"
+    ):
+        load_config(tmp_path / "model.gguf")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.convert.families import FAMILIES, Family
+from paceline.convert.families import FAMILIES, Family, refusal
 from paceline.decoder.config import DecoderConfig, UnsupportedModelError
 from paceline.formats import FLOATS, WEIGHTS
 from paceline.kernels import MAX_EXPERTS
@@ -146,9 +146,7 @@ def _dense_layers(hf: Any) -> tuple[int, ...]:
 
 def _refuse_unsupported(hf: Any) -> None:
     if hf.model_type not in FAMILIES:
-        raise UnsupportedModelError(
-            f"model type {hf.model_type!r} is not supported, expected one of {sorted(FAMILIES)}"
-        )
+        raise UnsupportedModelError(refusal("model type", hf.model_type, FAMILIES, vars(hf)))
     if _activation(hf) not in ("silu", "gelu_pytorch_tanh"):
         raise UnsupportedModelError(
             f"activation {_activation(hf)!r} is not supported, expected 'silu' or "

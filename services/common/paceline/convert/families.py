@@ -6,7 +6,7 @@ tensors are called, and which fields of its transformers configuration set the d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -42,9 +42,19 @@ GGUF_NAMES = {
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.qkv_conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
     "post_feedforward_layernorm": "post_ffw_norm",
     "post_mlp_layernorm": "post_ffw_norm",
 }
+
+# Tensors of layers with the gated delta rule in GGUF files, whose names have other endings there.
+GGUF_RATES = {"linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias"}
 
 _AFTER = {"post_attention_layernorm": "post_attention_norm"}
 
@@ -131,7 +141,7 @@ class Family:
             for name in self.delta_convolutions:
                 outs = delta_outs(name, shape)
                 yield f"linear_attn.{name}.weight", (outs, 1, shape.taps)
-            yield from ((f"linear_attn.{name}", (shape.value_heads,)) for name in _RATES)
+            yield from ((name, (shape.value_heads,)) for name in GGUF_RATES)
         else:
             parts = [
                 (f"self_attn.{name}", outs, hidden, of.qkv_bias)
@@ -171,9 +181,6 @@ class Family:
     def layer_norms(self, delta: bool) -> tuple[str, str, str, str]:
         """Names of the norms of a layer, with the gated delta rule or with attention."""
         return self.delta_norms if delta and self.delta_norms is not None else self.norms
-
-
-_RATES = ("A_log", "dt_bias")
 
 
 def delta_outs(name: str, shape: DeltaShape) -> int:
@@ -344,6 +351,23 @@ def _delta_experts(hf: Any) -> dict[str, Any]:
     return _delta(hf) | {"shared_intermediate": hf.shared_expert_intermediate_size}
 
 
+def _delta_gguf(values: Any) -> dict[str, Any]:
+    kinds = ("full_attention", "linear_attention")
+    return {
+        "layer_types": [kinds[layer in values.delta_layers] for layer in range(values.layers)],
+        "linear_num_key_heads": values.delta.key_heads,
+        "linear_num_value_heads": values.delta.value_heads,
+        "linear_key_head_dim": values.delta.key_dim,
+        "linear_value_head_dim": values.delta.value_dim,
+        "linear_conv_kernel_dim": values.delta.taps,
+    }
+
+
+def _delta_experts_gguf(values: Any) -> dict[str, Any]:
+    shared = {"shared_expert_intermediate_size": values.shared_intermediate}
+    return _delta_gguf(values) | _experts_gguf(values) | shared
+
+
 def _olmo_delta(hf: Any) -> dict[str, Any]:
     scale = 2.0 if hf.linear_allow_neg_eigval else 1.0
     return _delta(hf) | {"delta_eps": 1e-5, "delta_beta": scale}
@@ -375,6 +399,9 @@ _QWEN3_5 = Family(
     gated=True,
     delta_inputs=("in_proj_qkv", "in_proj_b", "in_proj_a", "in_proj_z"),
     switches=_delta,
+    gguf="qwen35",
+    gguf_names=_AFTER,
+    gguf_values=_delta_gguf,
 )
 _SHARED: dict[str, Any] = {"experts": True, "shared_gate": True, "switches": _delta_experts}
 # Supported families, by Hugging Face model type.
@@ -442,9 +469,19 @@ FAMILIES = {
         },
     ),
     "qwen3_5_text": _QWEN3_5,
-    "qwen3_5_moe_text": replace(_QWEN3_5, model="Qwen3_5Moe", **_SHARED),
+    "qwen3_5_moe_text": replace(
+        _QWEN3_5,
+        model="Qwen3_5Moe",
+        gguf="qwen35moe",
+        gguf_values=_delta_experts_gguf,
+        **_SHARED,
+    ),
     "qwen3_next": replace(
-        _QWEN3_5, model="Qwen3Next", delta_inputs=("in_proj_qkvz", "in_proj_ba"), **_SHARED
+        _QWEN3_5,
+        model="Qwen3Next",
+        delta_inputs=("in_proj_qkvz", "in_proj_ba"),
+        gguf="",
+        **_SHARED,
     ),
     "olmo_hybrid": replace(
         _OLMO,
@@ -542,6 +579,36 @@ FAMILIES = {
         gguf="glm4",
     ),
 }  # fmt: skip
+
+
+# What models of other types need, by a part of the name of a field in config.json or of a key in a
+# GGUF file.
+_FEATURES = {
+    "kv_lora_rank": "multi-head latent attention",
+    "mamba": "state-space layers",
+    "ssm": "state-space layers",
+    "wkv": "RWKV layers",
+    "conv_l_cache": "layers of short convolutions",
+    "shortconv": "layers of short convolutions",
+    "per_layer_input": "an embedding for each layer",
+    "kv_shared_layers": "keys and values shared between layers",
+    "shared_kv_layers": "keys and values shared between layers",
+    "global_head_dim": "heads of several widths",
+    "key_length_swa": "heads of several widths",
+}
+
+
+def refusal(kind: str, name: str, known: Iterable[str], fields: Mapping[str, Any]) -> str:
+    """Why a model is refused: the first feature among its fields that no family has, or the types
+    that are known.
+
+    ``kind``, ``name``: what types are called there, and the model's.
+    """
+    used = [key.lower() for key, value in fields.items() if value]
+    for part, feature in _FEATURES.items():
+        if any(part in key for key in used):
+            return f"{kind} {name!r} needs {feature}, which this decoder does not have"
+    return f"{kind} {name!r} is not supported, expected one of {', '.join(sorted(known))}"
 
 
 def layer_shapes(config: DecoderConfig, layer: int = -1) -> dict[str, tuple[int, ...]]:

@@ -18,7 +18,13 @@ from gguf import GGMLQuantizationType
 from torch import Tensor
 
 from paceline.convert.config import decoder_config, rope_frequencies
-from paceline.convert.families import FAMILIES, GGUF_NAMES, expert_name
+from paceline.convert.families import (
+    FAMILIES,
+    GGUF_NAMES,
+    GGUF_RATES,
+    expert_name,
+    refusal,
+)
 from paceline.convert.folder_files import part_paths
 from paceline.convert.gguf_file import (
     GgufArray,
@@ -30,7 +36,14 @@ from paceline.convert.gguf_file import (
 )
 from paceline.convert.gguf_tokenizer import GgufTokenizer
 from paceline.convert.model_source import ModelSource, file_facts
-from paceline.convert.weights import Tensors, Weight, fingerprint_files, in_order, plain
+from paceline.convert.weights import (
+    Tensors,
+    Weight,
+    fingerprint_files,
+    in_columns,
+    in_order,
+    plain,
+)
 from paceline.decoder.config import DecoderConfig, UnsupportedModelError
 from paceline.decoder.remembered import remembered
 from paceline.device import device_of
@@ -103,6 +116,15 @@ class Metadata:
         self.dense_intermediate = self.count("feed_forward_length") if self.dense_layers else 0
         self.delta_layers: tuple[int, ...] = ()
         self.delta: DeltaShape | None = None
+        if self.family.delta_inputs:
+            interval = self._optional("full_attention_interval", 4)
+            self.delta_layers = tuple(i for i in range(self.layers) if (i + 1) % interval)
+            heads = self.count("ssm.time_step_rank")
+            self.delta = DeltaShape(
+                len(self.delta_layers), self.count("ssm.group_count"), heads,
+                self.count("ssm.state_size"), self.count("ssm.inner_size") // heads,
+                self.count("ssm.conv_kernel"),
+            )  # fmt: skip
         shared = next((t for name, t in tensors.items() if ".ffn_gate_shexp." in name), None)
         self.shared_intermediate = 0 if shared is None else shared.shape[0]
         self.biases: dict[str, bool] = {}  # fields of the transformers config, by the tensors
@@ -129,10 +151,7 @@ class Metadata:
         known = {family.gguf: name for name, family in reversed(FAMILIES.items())}
         known.pop("", None)
         if self.architecture not in known:
-            raise self._error(
-                f"architecture {self.architecture!r} is not supported, expected one of "
-                f"{', '.join(sorted(known))}"
-            )
+            raise self._error(refusal("architecture", self.architecture, known, self._values))
         found = known[self.architecture]
         windows = self.get("attention.sliding_window") is not None
         if self.get("expert_count", 0) and not FAMILIES[found].experts:
@@ -194,7 +213,12 @@ def expected_tensors(values: Metadata) -> Iterator[tuple[str, str, tuple[int, ..
     for index in range(values.layers):
         for name, shape in values.family.layer_tensors(values, index):
             part, kind = name.rsplit(".", 1)
-            yield f"blk.{index}.{names[part]}.{kind}", f"model.layers.{index}.{name}", shape
+            stored = GGUF_RATES.get(name) or f"{names[part]}.{kind}"
+            if stored == "ssm_conv1d.weight":
+                shape = shape[::2]  # a matrix
+            if shape[0] == 1:
+                shape = shape[1:]
+            yield f"blk.{index}.{stored}", f"model.layers.{index}.{name}", shape
 
 
 class GgufModel(ModelSource):
@@ -422,6 +446,7 @@ class _Tensors(Tensors[Weight]):
         self._heads: dict[str, int] = {}
         if values.family.gguf_rows:
             self._heads = {"attn_q": values.q_heads, "attn_k": values.kv_heads}
+        self._delta = values.delta
         self._names: dict[str, tuple[str, int | None]] = {}
         for stored, name, _ in expected_tensors(values):
             if ".experts." not in name:
@@ -439,12 +464,35 @@ class _Tensors(Tensors[Weight]):
             tensor = tensor.part(expert)
         found = decode(self._file, tensor)  # copies
         self._file.release()
-        part = stored.split(".")[-2]
+        part = stored.removeprefix("blk.").split(".")[1]
         if part in self._heads:
             found = in_order(found, _hf_rows(found.shape[0], self._heads[part]))
+        if self._delta is not None and ".linear_attn." in name:
+            found = _grouped(part, found, self._delta)
         if isinstance(found, QuantisedMatrix):
             return found
+        found = found[None] if part == "ffn_gate_inp_shexp" else found
         return found.to(self._device, self._dtype)
+
+
+def _grouped(part: str, weight: Weight, shape: DeltaShape) -> Weight:
+    """A tensor of a layer with the gated delta rule as folders have it: value heads are behind each
+    other by key head there, and in turns in the file."""
+    if part == "ssm_norm":
+        return weight
+    wide = 1 if part in ("ssm_beta", "ssm_alpha", "ssm_a", "ssm_dt") else shape.value_dim
+    heads = torch.arange(shape.value_heads * wide).view(-1, shape.key_heads, wide)
+    order = heads.transpose(0, 1).flatten()
+    if part == "ssm_out":
+        return in_columns(weight, order)
+    if part in ("attn_qkv", "ssm_conv1d"):
+        keys = 2 * shape.key_heads * shape.key_dim
+        order = torch.cat([torch.arange(keys), order + keys])
+    found = in_order(weight, order)
+    if part == "ssm_conv1d":
+        assert isinstance(found, Tensor)
+        return found.unsqueeze(1)
+    return (-plain(found, torch.float32)).log() if part == "ssm_a" else found
 
 
 def _hf_rows(rows: int, heads: int) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paceline.convert.config import decoder_config
 from paceline.convert.experts import ExpertTensors
-from paceline.convert.families import FAMILIES
+from paceline.convert.families import FAMILIES, refusal
 from paceline.convert.folder_files import (
     check_fields,
     one_line,
@@ -65,14 +65,20 @@ class ModelFolder(ModelSource):
     @cached_property
     def hf_config(self) -> Any:
         model_type = self._config.get("model_type")
+        text = self._config.get("text_config") or self._config
+        named = text.get("model_type") if isinstance(text, dict) else None
+        if isinstance(named, str) and named not in FAMILIES:
+            raise UnsupportedModelError(
+                f"{self.path}/config.json: {refusal('model type', named, FAMILIES, text)}"
+            )
         family = FAMILIES.get(str(model_type))
         try:
             from transformers import AutoConfig
 
             if family is not None and family.reads_as:
-                named: Any = AutoConfig.for_model(family.reads_as, **_without_type(self._config))
-                named.model_type = model_type
-                return named
+                known: Any = AutoConfig.for_model(family.reads_as, **_without_type(self._config))
+                known.model_type = model_type
+                return known
             found = AutoConfig.from_pretrained(
                 str(self.path), trust_remote_code=False, local_files_only=True
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -124,6 +125,17 @@ def in_order(weight: Weight, rows: Tensor) -> Weight:
     return (
         weight.rows(rows) if isinstance(weight, QuantisedMatrix) else weight[rows.to(weight.device)]
     )
+
+
+def in_columns(weight: Weight, columns: Tensor) -> Weight:
+    """The matrix with its columns in another order, int64 ``[ins]``, which keeps those of blocks
+    together."""
+    if isinstance(weight, Tensor):
+        return weight[:, columns.to(weight.device)]
+    blocks = columns[::QUANT_BLOCK] // QUANT_BLOCK
+    minimum = None if weight.minimum is None else weight.minimum[:, blocks]
+    values = weight.values[:, columns]
+    return replace(weight, values=values, scale=weight.scale[:, blocks], minimum=minimum)
 
 
 def in_int8(
