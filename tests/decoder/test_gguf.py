@@ -32,7 +32,8 @@ from paceline.convert import (
     store,
     weights_fingerprint,
 )
-from paceline.convert.gguf_file import GgufFile, GgufTensor, converts, decode
+from paceline.convert.gguf import GgufModel
+from paceline.convert.gguf_file import GgufFile, GgufTensor, converted_bits, decode
 from paceline.convert.weights import Weight, plain
 from paceline.decoder import Decoder, LocalCache, UnsupportedModelError
 from paceline.kernels.linear import PackedMatrix, pack_rotated
@@ -292,22 +293,26 @@ def test_blocks_have_the_bits_of_the_file(kind: Kind, outs: int, blocks: int, se
     tensor = stored(kind, outs, blocks, seed)
     found = decode(FILE, tensor)
     assert isinstance(found, QuantisedMatrix)
-    assert not converts(kind)
+    assert not converted_bits(kind)
     assert found.bits == EXACT[kind]
     bits = found.dequantise().view(torch.int32)
     assert torch.equal(bits, expected(tensor).view(torch.int32))
 
 
 @pytest.mark.parametrize("kind", CONVERTED)
-def test_other_formats_become_eight_bits(kind: Kind) -> None:
+def test_other_formats_become_blocks_of_about_their_size(kind: Kind) -> None:
     tensor = stored(kind, 5, 3, 1)
     found, weight = decode(FILE, tensor), expected(tensor)
     assert isinstance(found, QuantisedMatrix)
-    assert converts(kind)
-    assert found.bits == 8
-    most = weight.unflatten(1, (-1, 32)).abs().amax(-1, keepdim=True)
-    error = (found.dequantise() - weight).unflatten(1, (-1, 32)).abs()
-    assert (error <= most * (0.5 / 127 + 0.002)).all()
+    small = len(tensor.data) * 8 / weight.numel() < 5
+    assert found.bits == converted_bits(kind) == (4 if small else 8)
+    blocks, errors = (each.unflatten(1, (-1, 32)) for each in (weight, found.dequantise() - weight))
+    if small:  # squares are least
+        spread = blocks.amax(-1) - blocks.amin(-1)
+        assert (errors.square().mean(-1).sqrt() <= spread * (0.5 / 15 + 0.002)).all()
+    else:
+        largest = blocks.abs().amax(-1, keepdim=True)
+        assert (errors.abs() <= largest * (0.5 / 127 + 0.002)).all()
 
 
 def test_floats_keep_their_type() -> None:
@@ -504,6 +509,15 @@ def test_nothing_is_measured_for_a_small_file_or_without_memory(
     blocks.touch()  # another entry
     measured(monkeypatch, {})
     monkeypatch.setattr(fastest, "_free_bytes", lambda: 0)
+    assert prepare(blocks).description.config.weights == "gguf"
+
+
+def test_nothing_is_measured_for_a_file_of_which_8_bits_are_more_than_twice(
+    blocks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured(monkeypatch, {})  # to measure would fail
+    half = load_config(blocks).layer_weights // 2
+    monkeypatch.setattr(GgufModel, "weight_bytes", half - 1)
     assert prepare(blocks).description.config.weights == "gguf"
 
 

@@ -29,12 +29,13 @@ def faster_weights(source: ModelSource, config: DecoderConfig, cores: int) -> st
     """Return the format in which a request takes less time: that of ``config``, or "int8".
 
     Layers are packed in both and multiplied on all cores. A small file stays in its blocks, as does
-    one whose 8 bits do not fit the memory that is free, and a mixture of experts.
+    one whose 8 bits are more than twice the file or do not fit the memory that is free, and a
+    mixture of experts.
     """
     weights = config.layer_weights
     if config.weights != BLOCKS or config.experts or source.weight_bytes < _SMALL:
         return config.weights
-    if 2 * weights > _free_bytes():
+    if weights > 2 * source.weight_bytes or 2 * weights > _free_bytes():
         return config.weights
     layers = max(1, min(config.layers, _SAMPLE * config.layers // weights))
     formats = {"int8": source.config("int8"), config.weights: config}

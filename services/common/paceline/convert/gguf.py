@@ -30,7 +30,7 @@ from paceline.convert.gguf_file import (
     GgufArray,
     GgufFile,
     check_format,
-    converts,
+    converted_bits,
     decode,
     read_gguf,
 )
@@ -283,10 +283,10 @@ class GgufModel(ModelSource):
 
     def tensors(self, dtype: torch.dtype, device: torch.device | str) -> Mapping[str, Weight]:
         for kind, count in self._formats().items():
-            if converts(kind):
+            if bits := converted_bits(kind):
                 _log.info(
-                    "%s: %d matrices of format %s are converted to 8 bits in blocks of 32",
-                    self.path, count, kind.name,
+                    "%s: %d matrices of format %s are converted to %d bits in blocks of 32",
+                    self.path, count, kind.name, bits,
                 )  # fmt: skip
         return _Tensors(self._file, self._metadata, dtype, device)
 

@@ -303,7 +303,8 @@ def decode(file: GgufFile, tensor: GgufTensor) -> Tensor | QuantisedMatrix:
     """The values of a tensor: a matrix of a supported format as it is, others converted.
 
     F32, F16 and BF16 become tensors of that type. A matrix of Q8_0, Q4_0, Q4_1, Q4_K or MXFP4
-    becomes blocks with exactly its values, any other format 8-bit blocks. A vector becomes float32.
+    becomes blocks with exactly its values, any other format 4-bit or 8-bit blocks, see
+    :func:`converted_bits`. A vector becomes float32.
     Raises ``UnsupportedModelError`` if the ``gguf`` package cannot decode the format, or a scale is
     not finite.
     """
@@ -328,9 +329,13 @@ def decode(file: GgufFile, tensor: GgufTensor) -> Tensor | QuantisedMatrix:
     return found
 
 
-def converts(kind: GGMLQuantizationType) -> bool:
-    """Whether a matrix of this format becomes 8-bit blocks of other values."""
-    return kind not in _FLOATS and kind not in _EXACT
+def converted_bits(kind: GGMLQuantizationType) -> Literal[0, 4, 8]:
+    """Bits of the blocks of other values that a matrix of this format becomes; 0: it keeps its
+    values. Formats of less than 5 bits a weight keep about their size."""
+    if kind in _FLOATS or kind in _EXACT:
+        return 0
+    values, size = GGML_QUANT_SIZES[kind]
+    return 4 if 8 * size < 5 * values else 8
 
 
 def check_format(file: GgufFile, tensor: GgufTensor) -> None:
@@ -355,7 +360,7 @@ def _rows(tensor: GgufTensor) -> Bytes:
 def _blocks(rows: Bytes, kind: GGMLQuantizationType) -> QuantisedMatrix:
     """Rows of a matrix as blocks, from their bytes."""
     if kind not in _EXACT:
-        return quantise(torch.from_numpy(dequantize(rows, kind)), 8)
+        return quantise(torch.from_numpy(dequantize(rows, kind)), converted_bits(kind))
     split, bits, offset = _EXACT[kind]
     outs = len(rows)
     values, scale, minimum = split(rows.reshape(-1, GGML_QUANT_SIZES[kind][1]))
