@@ -29,6 +29,7 @@ ARCHITECTURES = {
     "glm4_moe": "glm4moe",
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
+    "qwen3_next": "qwen3next",
 }  # architectures that are not called as the model type
 
 
@@ -53,12 +54,19 @@ def write_gguf(
         _add_tokenizer(writer, folder)
     number = next(each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
-    for hf_name, tensor in _stacked(load_file(folder / "model.safetensors")).items():
+    tensors = _stacked(load_file(folder / "model.safetensors"))
+    for hf_name in [name for name in tensors if "in_proj_qkvz" in name]:
+        parts = _split(tensors.pop(hf_name), config)
+        tensors |= {hf_name.replace("qkvz", each): part for each, part in parts.items()}
+    for hf_name, tensor in tensors.items():
         name = names.get_name(hf_name, (".weight", ".bias"))
         assert name is not None, hf_name
-        tensor = _tiled(hf_name, tensor, config) if "linear_attn" in hf_name else tensor
+        if "linear_attn" in hf_name:
+            tensor = _tiled(hf_name, tensor, config)
         values = tensor.float().squeeze().numpy()
-        offset = architecture.startswith(("gemma", "qwen35")) and hf_name.endswith("norm.weight")
+        offset = architecture.startswith(("gemma", "qwen35", "qwen3next")) and hf_name.endswith(
+            "norm.weight"
+        )
         if offset and "linear_attn" not in hf_name:
             values += 1
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
@@ -108,11 +116,20 @@ def _stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
+def _split(tensor: Tensor, config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Queries, keys and values of all heads, and gates, of the projection of Qwen3-Next."""
+    keys, wide = config["linear_num_key_heads"], config["linear_key_head_dim"]
+    values = config["linear_value_head_dim"] * config["linear_num_value_heads"] // keys
+    parts = tensor.unflatten(0, (keys, -1)).split([wide, wide, values, values], 1)
+    q, k, v, z = (part.flatten(0, 1) for part in parts)
+    return {"qkv": torch.cat([q, k, v]), "z": z}
+
+
 def _tiled(name: str, tensor: Tensor, config: Mapping[str, Any]) -> Tensor:
     """A tensor of the gated delta rule with the value heads of all key heads in turns."""
     if name.endswith("A_log"):
         tensor = -tensor.exp()
-    if "norm" in name:
+    if "norm" in name or config["model_type"] == "qwen3_next":
         return tensor
     keys = config["linear_num_key_heads"]
     wide = config["linear_value_head_dim"] * config["linear_num_value_heads"]

@@ -90,6 +90,14 @@ def test_a_float_file_is_the_folder(name: str, models: dict[str, Path], tmp_path
     torch.testing.assert_close(logits(load_decoder(file)), logits(load_decoder(source)))
 
 
+def test_a_file_of_qwen3_next_has_its_logits(models: dict[str, Path], tmp_path: Path) -> None:
+    """It is read as the mixture of Qwen3.5, whose projections are apart."""
+    file = write_gguf(tmp_path / "model.gguf", models["qwen3-next"])
+    assert load_config(file).model_type == "qwen3_5_moe_text"
+    found, expected = (logits(load_decoder(path)) for path in (file, models["qwen3-next"]))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16])
 def test_half_files_are_loaded_as_bfloat16(
     kind: Kind, models: dict[str, Path], tmp_path: Path

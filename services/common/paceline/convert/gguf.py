@@ -64,6 +64,7 @@ _LONG_FACTORS = {
     "short_factor": "rope_factors_short.weight",
 }
 _TEMPLATE = "tokenizer.chat_template"
+_FUSED = ("ssm_beta.weight", "ssm_alpha.weight")
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LLAMA3_CONTEXT = 8192  # original context of all Llama 3 models with scaled frequencies
 
@@ -116,6 +117,8 @@ class Metadata:
         self.dense_intermediate = self.count("feed_forward_length") if self.dense_layers else 0
         self.delta_layers: tuple[int, ...] = ()
         self.delta: DeltaShape | None = None
+        # Whether betas and decays are one projection, and value heads as in folders.
+        self.fused = self.architecture == "qwen3next"
         if self.family.delta_inputs:
             interval = self._optional("full_attention_interval", 4)
             self.delta_layers = tuple(i for i in range(self.layers) if (i + 1) % interval)
@@ -150,6 +153,7 @@ class Metadata:
         """The family; a file of OLMo 3 has the architecture of OLMo 2, Mixtral that of Llama."""
         known = {family.gguf: name for name, family in reversed(FAMILIES.items())}
         known.pop("", None)
+        known["qwen3next"] = "qwen3_5_moe_text"  # the same layers, once projections are apart
         if self.architecture not in known:
             raise self._error(refusal("architecture", self.architecture, known, self._values))
         found = known[self.architecture]
@@ -214,6 +218,8 @@ def expected_tensors(values: Metadata) -> Iterator[tuple[str, str, tuple[int, ..
         for name, shape in values.family.layer_tensors(values, index):
             part, kind = name.rsplit(".", 1)
             stored = GGUF_RATES.get(name) or f"{names[part]}.{kind}"
+            if values.fused and stored in _FUSED:
+                stored, shape = "ssm_ba.weight", (2 * shape[0], shape[1])
             if stored == "ssm_conv1d.weight":
                 shape = shape[::2]  # a matrix
             if shape[0] == 1:
@@ -446,7 +452,7 @@ class _Tensors(Tensors[Weight]):
         self._heads: dict[str, int] = {}
         if values.family.gguf_rows:
             self._heads = {"attn_q": values.q_heads, "attn_k": values.kv_heads}
-        self._delta = values.delta
+        self._delta, self._fused = values.delta, values.fused
         self._names: dict[str, tuple[str, int | None]] = {}
         for stored, name, _ in expected_tensors(values):
             if ".experts." not in name:
@@ -468,17 +474,26 @@ class _Tensors(Tensors[Weight]):
         if part in self._heads:
             found = in_order(found, _hf_rows(found.shape[0], self._heads[part]))
         if self._delta is not None and ".linear_attn." in name:
-            found = _grouped(part, found, self._delta)
+            if part == "ssm_ba":
+                rows = torch.arange(found.shape[0]).view(self._delta.key_heads, 2, -1)
+                found = in_order(found, rows[:, int("in_proj_a" in name)].flatten())
+            found = _grouped(part, found, self._delta, tiled=not self._fused)
         if isinstance(found, QuantisedMatrix):
             return found
         found = found[None] if part == "ffn_gate_inp_shexp" else found
         return found.to(self._device, self._dtype)
 
 
-def _grouped(part: str, weight: Weight, shape: DeltaShape) -> Weight:
+def _grouped(part: str, weight: Weight, shape: DeltaShape, *, tiled: bool) -> Weight:
     """A tensor of a layer with the gated delta rule as folders have it: value heads are behind each
-    other by key head there, and in turns in the file."""
+    other by key head there, and in turns in the file if it is ``tiled``."""
     if part == "ssm_norm":
+        return weight
+    if part == "ssm_a":
+        weight = (-plain(weight, torch.float32)).log()
+    if part == "ssm_conv1d":
+        weight = plain(weight, torch.float32)[:, None]
+    if not tiled:
         return weight
     wide = 1 if part in ("ssm_beta", "ssm_alpha", "ssm_a", "ssm_dt") else shape.value_dim
     heads = torch.arange(shape.value_heads * wide).view(-1, shape.key_heads, wide)
@@ -488,11 +503,7 @@ def _grouped(part: str, weight: Weight, shape: DeltaShape) -> Weight:
     if part in ("attn_qkv", "ssm_conv1d"):
         keys = 2 * shape.key_heads * shape.key_dim
         order = torch.cat([torch.arange(keys), order + keys])
-    found = in_order(weight, order)
-    if part == "ssm_conv1d":
-        assert isinstance(found, Tensor)
-        return found.unsqueeze(1)
-    return (-plain(found, torch.float32)).log() if part == "ssm_a" else found
+    return in_order(weight, order)
 
 
 def _hf_rows(rows: int, heads: int) -> Tensor:
