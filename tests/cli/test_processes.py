@@ -38,13 +38,22 @@ def test_it_serves_in_the_block_and_leaves_nothing(target: Path) -> None:
         ("drafter --load x=no-such-method", "no-such-method"),
         ("drafter --load x=ngram,no_such_option=1", "no_such_option"),
         (f"drafter --verifier-tls-ca {__file__}", "no PEM certificates"),
+        (
+            "serve {target} --gateway-address=none --drafter-address=127.0.0.1:0 "
+            "--drafter=ngram,no_such_option=1",
+            "no_such_option",
+        ),
     ],
 )
 def test_a_failed_start_reports_why_with_code_2(target: Path, command: str, message: str) -> None:
     kind, *arguments = command.format(target=target).split()
     process = ServiceProcess(kind, arguments)  # type: ignore[arg-type]
-    with pytest.raises(ProcessFailed, match="ended with code 2") as failed, process:
-        pytest.fail("it started")
+    try:
+        with pytest.raises(ProcessFailed, match="ended with code 2") as failed:
+            process.start()
+        assert message in process.phase or command == "verifier"  # its arguments are wrong
+    finally:
+        process.stop()
     assert message in str(failed.value)
     assert "Traceback" not in str(failed.value)
 

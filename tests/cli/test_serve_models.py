@@ -111,12 +111,14 @@ async def test_what_is_asked_for_together_is_loaded_once(short_folder: Path) -> 
     async with managed(short_folder, "ab", memory=2) as it:
         assert await it.models.names() == ["a", "b"]
         assert it.models.states == {"a": "unloaded", "b": "unloaded"}
+        assert not it.models.clients
         with pytest.raises(ApiError, match="it is not loaded"):
             await it.acquire("a", load=False)
         holds = await asyncio.gather(*(it.acquire(name) for name in "abba"))
         assert len(holds) == 4
         assert sorted(it.log) == ["+a", "+b"]
         await it.states("loaded loaded")
+        assert len(it.models.clients) == 2
 
 
 async def test_models_take_turns_and_none_is_unloaded_under_a_text(short_folder: Path) -> None:
@@ -186,7 +188,7 @@ async def test_a_failure_is_that_of_one_model(short_folder: Path) -> None:
         ending = await it.acquire("a")
         it.processes["a"].phase, it.processes["a"].returncode = "it died 3 times", 1
         await it.manager.look_after()
-        a, b = (cast(FakeClient, client) for client in it.models.clients)
+        a, b = (cast(FakeClient, client) for client in it.models._clients.values())
         await true(lambda: bool(a.failed))
         assert (a.failed, b.failed) == ("a is no longer served: it died 3 times", "")
         ending.close()

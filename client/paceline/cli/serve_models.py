@@ -142,7 +142,8 @@ class Manager:
                 await asyncio.sleep(POLL_INTERVAL)
         except (ProcessFailed, OSError) as failure:
             reason = " ".join((model.process.phase or str(failure)).split())
-            logger.error("cannot load %s: %s", model.name, reason)
+            if not self._draining:
+                logger.error("cannot load %s: %s", model.name, reason)
             await self._stop(model)
             return reason
         model.used = monotonic()

@@ -142,7 +142,6 @@ def run_service(
             service = build(metrics)
         except (OptionsError, ServiceError, ValueError, OSError) as error:
             starting.close()
-            phases.on_change(str(error))  # whoever started this process tells why it has failed
             return refuse(error)
         try:
             run_async(run_server(service, options, metrics=metrics, on_ready=on_ready))
@@ -175,12 +174,13 @@ def raise_file_limit() -> None:
 
 
 def refuse(error: Exception) -> int:
-    """Log why the service does not start; returns exit code 2.
+    """Log why the service does not start, and tell who started it; returns exit code 2.
 
     In a container of its own it first waits for a while, or a signal: health checks say the reason
     then, and restarts are not too many.
     """
     logger.error("cannot serve: %s", error, exc_info=logger.isEnabledFor(logging.DEBUG))
+    phases.on_change(str(error))
     if os.getpid() == 1:
         with suppress(OSError):
             FAILURE_FILE.write_text(f"{error}\n", encoding="utf-8")

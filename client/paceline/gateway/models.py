@@ -22,7 +22,7 @@ class Models(Protocol):
 
     @property
     def clients(self) -> Sequence[Client]:
-        """A client of each model."""
+        """A client of each loaded model."""
 
     @property
     def states(self) -> Mapping[str, str]:
@@ -82,12 +82,15 @@ class ManagedModels:
 
     async def __aexit__(self, *error: object) -> None:
         self._open.close()
-        for client in self.clients:
+        for client in self._clients.values():
             await client.aclose()
 
     @property
     def clients(self) -> Sequence[Client]:
-        return list(self._clients.values())
+        unloaded = ("unloaded", "loading")
+        return [
+            client for name, client in self._clients.items() if self.states[name] not in unloaded
+        ]
 
     async def names(self) -> Sequence[str]:
         if self._watching is None or self._watching.done():
