@@ -183,6 +183,7 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         self.lease_ms = 30_000
         self.with_tokenizer = True
         self.chat_template = ""
+        self.special_tokens: dict[str, str] = {}
         self.fault: Callable[[int], Fault | None] = lambda _: None
 
     async def wait_for(self, condition: Callable[[], bool]) -> None:
@@ -228,6 +229,7 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             vocab_size=257,
             max_context=self.max_context,
             chat_template=self.chat_template,
+            special_tokens=self.special_tokens,
             eos_token_ids=[END],
             target_fingerprint=self.fingerprint,
             tokenizer_digest=digest if self.with_tokenizer else "",

@@ -129,7 +129,7 @@ async def test_the_page_is_whole_and_connects_to_this_gateway_only(serve: Serve)
 
 async def test_a_wrong_model_and_a_wrong_path(served: Served) -> None:
     with pytest.raises(openai.NotFoundError, match="'mock'") as raised:
-        await served.openai.completions.create(model="gpt", prompt="a")
+        await served.openai.completions.create(model="other", prompt="a")
     assert (raised.value.code, raised.value.param) == ("model_not_found", "model")
     with pytest.raises(openai.NotFoundError):
         await served.openai.embeddings.create(model="mock", input="a")

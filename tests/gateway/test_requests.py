@@ -170,7 +170,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"prompt": "a", "guided_regex": "a", "guided_json": {}}, "response_format", "one"),
         ({"prompt": "a", "stream_options": {"include_usage": 1}}, "stream_options", "boolean"),
         ({"prompt": "a", "stop": ""}, "stop", "at least 1 character"),
-        ({"prompt": "a", "suffix": "b"}, "suffix", "not supported"),
+        ({"prompt": "a", "suffix": "b"}, "suffix", "no tokens"),
     ],
     "responses": [
         ({"input": []}, "input", "at least 1 item"),
@@ -208,7 +208,7 @@ async def test_requests_that_are_refused_name_the_parameter(served: Served, path
 
 async def test_paths_of_other_servers(served: Served) -> None:
     for path in (
-        *("/v1/embeddings", "/rerank", "/infill", "/slots", "/v1/messages", "/completion"),
+        *("/v1/embeddings", "/rerank", "/slots", "/completion"),
         *("/chat/completions", "/apply-template", "/props", "/tokenizer_info", "/ping"),
         *("/load", "/models", "/tokenize"),
     ):

@@ -69,14 +69,15 @@ def from_validation(error: ValidationError) -> ApiError:
     return bad_request(f"{path or 'the body'}: {', or: '.join(wrong)}", path or None)
 
 
-def _meant(errors: Sequence[ErrorDetails]) -> Sequence[ErrorDetails]:
-    """Without the errors of other types of the first field with one.
+def _meant(errors: Sequence[ErrorDetails], start: int = 0) -> Sequence[ErrorDetails]:
+    """Without the errors of other types of the first field with one, and of fields within it.
 
     The type that a value was meant to have is the one that it comes nearest to: the type with the
     deepest error, among those the one with the fewest, and then with the latest.
     """
     first = errors[0]["loc"]
-    place = next((index for index, word in enumerate(first) if _is_type(word)), None)
+    places = (index for index in range(start, len(first)) if _is_type(first[index]))
+    place = next(places, None)
     if place is None:
         return errors
     types: dict[int | str, list[ErrorDetails]] = {}
@@ -89,12 +90,13 @@ def _meant(errors: Sequence[ErrorDetails]) -> Sequence[ErrorDetails]:
         kind: (max(len(each["loc"]) for each in found), -len(found), _indices(found[0]["loc"]))
         for kind, found in types.items()
     }
-    return [
+    meant = [
         each
         for kind, found in types.items()
         if nearness[kind] == max(nearness.values())
         for each in found
     ]
+    return _meant(meant, place + 1)
 
 
 def _indices(words: tuple[int | str, ...]) -> list[int]:

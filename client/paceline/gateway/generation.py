@@ -6,10 +6,11 @@ import asyncio
 import json
 import re
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from types import MappingProxyType
 from typing import Any
 
 from paceline.client import (
@@ -24,6 +25,7 @@ from paceline.client import (
     TokenLogprob,
     checked_prompt,
 )
+from paceline.client._templates import Prompt
 from paceline.sampling import CONSTRAINTS
 from paceline.service.limits import CONSTRAINT_BYTES
 from paceline.telemetry.names import Span
@@ -32,17 +34,23 @@ from .admission import Place
 from .answer_grammar import answer_grammar
 from .channels import marks_of
 from .errors import ApiError, bad_request
+from .infill import InfillRequest, fim_tokens, prompt_in_middle
 from .models import Models
 from .options import GatewayOptions
 from .requests import (
     MAX_PROMPTS,
     ChatRequest,
+    CommonRequest,
     CompletionRequest,
     GenerationRequest,
     StreamOptions,
     text_of,
 )
 from .tool_calls import BLOCKS, THOUGHTS, end_of_open_thought
+
+# Models that only their vendors run. Programs that are made for one ask for it whatever is served,
+# and can only mean what is: another unknown name may be a mistake.
+_HOSTED = re.compile(r"(claude|codex|chatgpt|gpt(?!-oss)|o\d|gemini)\b")
 
 # Maximum number of texts of one request at once. More do not make a verifier's step more efficient.
 _MAX_CONCURRENT = 64
@@ -54,7 +62,6 @@ class GenerationJob:
     """A request that was checked against the served model: what to generate."""
 
     model: Model
-    model_name: str  # name of the model in the response
     prompts: Sequence[list[int]]  # token ids of each prompt
     choices: Sequence[dict[str, Any]]
     """Arguments of `Client.generate` for each of the n choices of a prompt."""
@@ -63,7 +70,9 @@ class GenerationJob:
     """Special tokens that its texts have, which separate the parts of an answer."""
     thought: str = ""  # the mark that ends the thought in which its texts begin; empty: in none
     receipt: bool = False  # whether the response has receipts
-    changes: str = ""  # what was done to messages so that the template shows them
+    model_name: str = ""  # name of the model in the response
+    changes: str = ""
+    """That another model answers, and what was done to messages so that the template shows them."""
     operation: str = Span.GENERATION  # name of its generations in traces
 
     @property
@@ -105,9 +114,13 @@ class JobBuilder:
             await asyncio.to_thread(each.close)
 
     async def name(self, asked: str | None, place: Place) -> str:
-        """The name of a served model. Raises ApiError if there is none of the request's name."""
+        """The name of a served model, of the first one where a request has none. Raises ApiError if
+        there is none of the request's name, unless that is of a model which only its vendor runs:
+        it stands for the first one."""
         names = await place.verifier(self._models.names())
         if asked is not None and asked not in names:
+            if _HOSTED.match(asked) and not self._options.strict:
+                return names[0]
             raise ApiError(
                 404,
                 f"there is no model {asked!r} here; this gateway serves "
@@ -117,42 +130,35 @@ class JobBuilder:
             )
         return asked or names[0]
 
-    async def model(self, asked: str | None, place: Place) -> Model:
-        """The model of a request, which `place` holds. Raises ApiError if there is none of this
-        name, or it cannot be loaded."""
+    async def model(self, asked: str | None, place: Place) -> tuple[str, Model]:
+        """The model of a request, which `place` holds, and its name. Raises ApiError if there is
+        none of this name, or it cannot be loaded."""
         name = await self.name(asked, place)
         await place.loaded(self._models.acquire(name, place.held))
-        return await place.verifier(place.client.model())
-
-    def model_name(self, model: Model) -> str:
-        return self._options.model_name or model.facts.name
+        return name, await place.verifier(place.client.model())
 
     async def completion(self, body: CompletionRequest, place: Place) -> GenerationJob:
-        model = await self.model(body.model, place)
-        return await place.work(self._completion, body, model)
+        name, model = await self.model(body.model, place)
+        return _named(name, body, await place.work(self._completion, body, model))
+
+    async def infill(self, body: InfillRequest, place: Place) -> GenerationJob:
+        name, model = await self.model(body.model, place)
+        return _named(name, body, await place.work(self._infill, body, model))
 
     async def chat(self, body: ChatRequest, place: Place) -> GenerationJob:
-        model = await self.model(body.model, place)
-        return await place.work(self._chat, body, model, self._templates[place.long])
+        name, model = await self.model(body.model, place)
+        job = await place.work(self._chat, body, model, self._templates[place.long])
+        return _named(name, body, job)
 
-    def _completion(self, body: CompletionRequest, model: Model) -> GenerationJob:
-        prompts = [
-            model.tokens(prompt) if isinstance(prompt, str) else prompt
-            for prompt in map(checked_prompt, body.prompts())
-        ]
-        if body.max_tokens == 0 and not body.echo:
-            raise bad_request("max_tokens of 0 needs echo: nothing would be returned", "max_tokens")
-        # The verifier always generates a token.
-        limit = max(1, body.max_tokens)
-        given = "max_tokens" if "max_tokens" in body.model_fields_set else None
-        job = self._job("prompt", body, model, prompts, limit, given, body.logprobs)
-        if body.echo:
-            job.choices[0]["prompt_logprobs"] = body.logprobs
-        return job
+    async def count(self, body: ChatRequest, place: Place) -> int:
+        """Number of tokens of a chat's prompt, which may be longer than the context."""
+        _, model = await self.model(body.model, place)
+        _, tokens = await place.work(self._prompt, body, model, self._templates[place.long])
+        return len(tokens)
 
-    def _chat(self, body: ChatRequest, model: Model, templates: TemplateProcess) -> GenerationJob:
-        if body.top_logprobs is not None and not body.logprobs:
-            raise bad_request("top_logprobs needs logprobs: set it to true", "top_logprobs")
+    def _prompt(
+        self, body: ChatRequest, model: Model, templates: TemplateProcess
+    ) -> tuple[Prompt, list[int]]:
         text = templates.render(
             model,
             [message.for_template() for message in body.messages],
@@ -163,7 +169,39 @@ class JobBuilder:
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
         )
-        prompt = model.tokens_of_rendered(text)
+        return text, model.tokens_of_rendered(text)
+
+    def _completion(self, body: CompletionRequest, model: Model) -> GenerationJob:
+        given = [checked_prompt(prompt) for prompt in body.prompts()]
+        fim: dict[str, str] = {}
+        if body.suffix:
+            if body.echo or not all(isinstance(prompt, str) for prompt in given):
+                raise bad_request("suffix needs prompts that are texts, and no echo", "suffix")
+            fim = fim_tokens(model)
+            given = [prompt_in_middle(fim, str(prompt), body.suffix) for prompt in given]
+        prompts = [model.tokens(each) if isinstance(each, str) else each for each in given]
+        if body.max_tokens == 0 and not body.echo:
+            raise bad_request("max_tokens of 0 needs echo: nothing would be returned", "max_tokens")
+        # The verifier always generates a token.
+        limit = max(1, body.max_tokens)
+        param = "max_tokens" if "max_tokens" in body.model_fields_set else None
+        job = self._job("prompt", body, model, prompts, limit, param, body.logprobs, fim)
+        if body.echo:
+            job.choices[0]["prompt_logprobs"] = body.logprobs
+        return job
+
+    def _infill(self, body: InfillRequest, model: Model) -> GenerationJob:
+        fim = fim_tokens(model)
+        prefix = body.input_prefix + body.prompt
+        text = prompt_in_middle(fim, prefix, body.input_suffix, body.input_extra)
+        limit = None if body.n_predict < 0 else max(1, body.n_predict)
+        prompts = [model.tokens(text)]
+        return self._job("input_prefix", body, model, prompts, limit, "n_predict", None, fim)
+
+    def _chat(self, body: ChatRequest, model: Model, templates: TemplateProcess) -> GenerationJob:
+        if body.top_logprobs is not None and not body.logprobs:
+            raise bad_request("top_logprobs needs logprobs: set it to true", "top_logprobs")
+        text, prompt = self._prompt(body, model, templates)
         limit = body.max_completion_tokens or body.max_tokens
         given = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -217,13 +255,15 @@ class JobBuilder:
         limit: int | None,
         limit_param: str | None,
         logprobs: int | None,
+        fim: Mapping[str, str] = MappingProxyType({}),
     ) -> GenerationJob:
         """The job of a request.
 
         `param` is its field with the prompts, `limit` the maximum number of new tokens (None: a
         text may fill the context) and `limit_param` the field that has it (None: it is a default),
         `logprobs` the number of likeliest tokens to report (None: not even the log-probabilities of
-        the emitted ones). A limit beyond the context is cut by the verifier, for each prompt.
+        the emitted ones), `fim` the model's tokens for a text in the middle, which end it. A limit
+        beyond the context is cut by the verifier, for each prompt.
         """
         count = len(prompts) * body.n
         if count > MAX_PROMPTS:
@@ -256,14 +296,20 @@ class JobBuilder:
             "user": self._user(body.user or ""),
         }
         same = {**body.sampling(), **common}
+        if model.codec is not None and fim:
+            ends = map(model.codec.added_id, fim.values())
+            same["stop_token_ids"] = [*same["stop_token_ids"], *ends]
         GenerationOptions(**same)  # checks them before a text begins
         if isinstance(same.get("json_schema"), dict):
             same["json_schema"] = json.dumps(same["json_schema"])  # once, not for each text
         choices = [{**same, "seed": body.seed_of(choice)} for choice in range(body.n)]
-        name = body.model or self.model_name(model)
-        return GenerationJob(
-            model, name, prompts, choices, body.stream_options, receipt=body.receipt
-        )
+        return GenerationJob(model, prompts, choices, body.stream_options, receipt=body.receipt)
+
+
+def _named(name: str, body: CommonRequest, job: GenerationJob) -> GenerationJob:
+    """The job with the name of its model, which is said where the request has another one."""
+    instead = f"{name} answers for {body.model}" if body.model not in (None, name) else ""
+    return replace(job, model_name=name, changes="; ".join(filter(None, (instead, job.changes))))
 
 
 async def generate_texts(

@@ -16,6 +16,7 @@ from aiohttp import web
 from paceline.telemetry.names import Attribute
 from paceline.telemetry.tracing import http_span, server_attributes
 
+from . import messages_api
 from .bodies import CHANGES, UNKNOWN_FIELDS
 from .errors import ApiError, from_error, from_http
 from .writers import DISCONNECTED, FAILED, error_after_comments
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 REQUEST_ID = web.RequestKey("request_id", str)
 SPENT = web.RequestKey("spent", list)  # tokens of the prompts and of the texts so far
 
+API_PATHS = ("/v1/", "/infill")  # what the paths of requests for texts and models begin with
 # Paths without a key: health checks, and what describes the gateway alone.
 _OPEN_PATHS = ("/", "/health", "/version")
 _LOCAL = frozenset(("localhost", "127.0.0.1", "[::1]"))
@@ -45,7 +47,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @web.middleware
-async def in_openai_form(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def in_form_of_path(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Errors in OpenAI's form, or in Anthropic's."""
     # No variable keeps an error, and with its traceback the request's body.
     try:
         return await handler(request)
@@ -56,9 +59,11 @@ async def in_openai_form(request: web.Request, handler: Handler) -> web.StreamRe
 
 
 async def _answer(request: web.Request, error: ApiError) -> web.StreamResponse:
-    if (streamed := await error_after_comments(request, error)) is not None:
+    is_message = request.path.startswith(messages_api.PATH)
+    body = messages_api.error_body(error) if is_message else error.body
+    if (streamed := await error_after_comments(request, error.status, body)) is not None:
         return streamed
-    return web.json_response(error.body, status=error.status, headers=error.headers)
+    return web.json_response(body, status=error.status, headers=error.headers)
 
 
 def guard(api_key: str | None) -> Middleware:
@@ -67,8 +72,9 @@ def guard(api_key: str | None) -> Middleware:
     @web.middleware
     async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
         if api_key is not None and not _open(request.path):
-            given = request.headers.get("Authorization", "").encode(errors="replace")
-            if not hmac.compare_digest(given, expected):
+            key = request.headers.get("x-api-key")  # as Anthropic's clients send it
+            given = request.headers.get("Authorization", f"Bearer {key}")
+            if not hmac.compare_digest(given.encode(errors="replace"), expected):
                 raise ApiError(
                     401,
                     "the API key is missing or wrong: send 'Authorization: Bearer KEY'",
@@ -99,7 +105,7 @@ def observe(metrics: GatewayMetrics | None, *, access_log: bool) -> Middleware:
                 seconds = time.perf_counter() - began
                 if span is not None:
                     _end(span, status)
-                if metrics is not None and request.path.startswith("/v1/"):
+                if metrics is not None and request.path.startswith(API_PATHS):
                     metrics.ended(route, status, seconds)
                 if access_log and not (_open(request.path) or request.path == "/metrics"):
                     _log(request, status, seconds)

@@ -7,14 +7,22 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, Literal, Self, TypeVar, get_args
 
-from pydantic import Discriminator, Field, PrivateAttr, Tag, field_validator, model_validator
+from pydantic import (
+    Discriminator,
+    Field,
+    PrivateAttr,
+    Tag,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from paceline.sampling import MAX_LOGIT_BIAS
 from paceline.sampling.json_schema import embedded
 
 from .bodies import Body, Refused, present
-from .errors import bad_request
+from .errors import bad_request, from_validation
 from .tool_schemas import closed
 
 MAX_ITEMS = 4096  # maximum number of items in a list: messages, calls, parts, tools, choices
@@ -41,6 +49,7 @@ _Token = Annotated[int, Field(ge=0, lt=2**32)]
 _Tokens = Annotated[list[_Token], Field(min_length=1, fail_fast=True)]
 _TokenText = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 _StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+Stops = Annotated[list[_StopText], Field(max_length=16, fail_fast=True)]
 _Name = Annotated[str, Field(max_length=MAX_NAME)]
 
 
@@ -416,7 +425,7 @@ class GenerationRequest(CommonRequest, Constrained):
         ]
         | None
     ) = None
-    stop: _StopText | Annotated[list[_StopText], Field(max_length=16, fail_fast=True)] | None = None
+    stop: _StopText | Stops | None = None
     stream_options: StreamOptions = StreamOptions()
     stop_token_ids: Annotated[list[_Token], Field(max_length=1024, fail_fast=True)] = Field(
         default=[]
@@ -456,9 +465,8 @@ class CompletionRequest(GenerationRequest):
     """0 with `echo` returns the prompt, and with `logprobs` its log-probabilities."""
     logprobs: int | None = Field(default=None, ge=0, le=20)
     echo: bool = False
-    suffix: Annotated[
-        None, Refused("is not supported: send the text before it, as a prompt alone")
-    ] = None
+    suffix: str | None = None
+    """What comes after the text, for models that know texts in the middle."""
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -545,3 +553,11 @@ class ChatRequest(GenerationRequest, CallingRequest):
                 "tool_choice",
             )
         return own if schema is None else {"json_schema": schema}
+
+
+def chat_of(fields: dict[str, Any]) -> ChatRequest:
+    """The chat that a request of another form becomes. Raises ApiError if it is invalid as one."""
+    try:
+        return ChatRequest.model_validate(fields)
+    except ValidationError as error:
+        raise from_validation(error) from None

@@ -28,6 +28,7 @@ from .requests import (
     OtherTool,
     TextPart,
     ToolUse,
+    chat_of,
     text_of,
 )
 from .tool_calls import Call, Part, Reasoning
@@ -211,10 +212,7 @@ class ResponsesRequest(CommonRequest, CallingRequest):
         fields["messages"] = self._messages()
         fields["max_completion_tokens"] = self.max_output_tokens
         fields["reasoning_effort"] = self.reasoning.effort
-        try:
-            return ChatRequest.model_validate(fields)
-        except ValidationError as error:
-            raise from_validation(error) from None
+        return chat_of(fields)
 
     def _messages(self) -> list[dict[str, Any]]:
         messages: list[dict[str, Any]] = []

@@ -9,6 +9,7 @@ import ssl
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -25,11 +26,12 @@ from paceline.service.options import OptionsError, socket_path_of, split_address
 from paceline.service.runtime import Stop, files_left
 from paceline.service.tasks import keep_running
 
-from . import middleware
+from . import messages_api, middleware
 from .admission import Admission, Place
 from .bodies import CHANGES, UNKNOWN_FIELDS, AnyBody, parse_request
 from .errors import ApiError, bad_request
 from .generation import GenerationJob, JobBuilder, TextEvent, generate_texts
+from .infill import InfillRequest
 from .metrics import GatewayMetrics
 from .models import Models
 from .options import GatewayOptions
@@ -39,6 +41,7 @@ from .writers import (
     ChatWriter,
     CompletionWriter,
     EventStream,
+    InfillWriter,
     WholeResponse,
     Writer,
     kept_alive,
@@ -69,7 +72,7 @@ _PAGE_HEADERS = {
 
 
 class Gateway:
-    """Serves OpenAI's API under `/v1`, and a page on `/`."""
+    """Serves OpenAI's and Anthropic's API under `/v1`, and a page on `/`."""
 
     def __init__(
         self, models: Models, options: GatewayOptions, metrics: GatewayMetrics | None = None
@@ -86,7 +89,7 @@ class Gateway:
         self.app = web.Application(
             middlewares=[
                 middleware.observe(metrics, access_log=options.access_log),
-                middleware.in_openai_form,
+                middleware.in_form_of_path,
                 sites.check(),
                 self._refuse_while_draining,
                 self._count,
@@ -103,7 +106,10 @@ class Gateway:
             [
                 post("/v1/completions", self._completions),
                 post("/v1/chat/completions", self._chat),
+                post("/infill", self._infill),
                 post("/v1/responses", self._responses),
+                post(messages_api.PATH, self._messages),
+                post(f"{messages_api.PATH}/count_tokens", self._count_tokens),
                 get("/v1/models", self._list),
                 get("/v1/models/{name:.+}", self._show),
                 get("/health", self._health),
@@ -123,6 +129,15 @@ class Gateway:
                 request, place, job, writer, stream=body.stream, only_prompts=body.max_tokens == 0
             )
 
+    async def _infill(self, request: web.Request) -> web.StreamResponse:
+        with self.admission.enter() as place:
+            body = await self._read(request, place, InfillRequest)
+            job = await self._jobs.infill(body, place)
+            return await self._respond(
+                request, place, job, InfillWriter(job, body), stream=body.stream,
+                only_prompts=body.n_predict == 0,
+            )  # fmt: skip
+
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         with self.admission.enter() as place:
             body = await self._read(request, place, ChatRequest)
@@ -138,6 +153,20 @@ class Gateway:
                 job = await self._jobs.chat(chat, place)
             writer = ResponsesWriter(job, chat.tool_use(), body)
             return await self._respond(request, place, job, writer, stream=body.stream)
+
+    async def _messages(self, request: web.Request) -> web.StreamResponse:
+        with self.admission.enter() as place:
+            body = await self._read(request, place, messages_api.MessagesRequest)
+            chat = await place.work(body.chat)
+            job = await self._jobs.chat(chat, place)
+            writer = messages_api.MessagesWriter(job, chat.tool_use())
+            return await self._respond(request, place, job, writer, stream=body.stream)
+
+    async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
+        with self.admission.enter() as place:
+            body = await self._read(request, place, messages_api.MessagesRequest)
+            chat = await place.work(body.chat)
+            return web.json_response({"input_tokens": await self._jobs.count(chat, place)})
 
     async def _read(self, request: web.Request, place: Place, kind: type[AnyBody]) -> AnyBody:
         """Reads and validates a request. Its unknown fields are noted in `request[UNKNOWN_FIELDS]`.
@@ -204,9 +233,11 @@ class Gateway:
         return web.Response(body=content, headers={"Content-Type": kind})
 
     async def _list(self, request: web.Request) -> web.StreamResponse:
+        """All models, in OpenAI's form and in Anthropic's."""
         names = await Place(self.admission).verifier(self._models.names())
         cards = [await self._card(name) for name in names]
-        return web.json_response({"object": "list", "data": cards})
+        ends = {"first_id": names[0], "last_id": names[-1], "has_more": False}
+        return web.json_response({"object": "list", "data": cards, **ends})
 
     async def _show(self, request: web.Request) -> web.StreamResponse:
         return web.json_response(await self._card(request.match_info["name"]))
@@ -216,6 +247,8 @@ class Gateway:
         place = Place(self.admission)
         name = await self._jobs.name(asked, place)
         card = {"id": name, "object": "model", "created": self._started, "owned_by": "paceline"}
+        began = datetime.fromtimestamp(self._started, UTC).isoformat()
+        card |= {"type": "model", "display_name": name, "created_at": began}
         if name in self._models.states:
             card["status"] = {"value": self._models.states[name]}  # as llama.cpp's server tells it
         if card.get("status", _LOADED) != _LOADED:
@@ -262,7 +295,7 @@ class Gateway:
         self, request: web.Request, handler: middleware.Handler
     ) -> web.StreamResponse:
         """Before anything else: what a request would wait for may be gone already."""
-        if request.path.startswith("/v1/"):
+        if request.path.startswith(middleware.API_PATHS):
             self.admission.check_open()
         return await handler(request)
 

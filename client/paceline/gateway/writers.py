@@ -21,6 +21,7 @@ from .admission import Place
 from .channels import Answer
 from .errors import ApiError, from_error
 from .generation import GenerationJob, TextEvent
+from .infill import InfillRequest, selected
 from .requests import CompletionRequest, ToolUse
 from .tool_calls import Call, Part, Reasoning
 
@@ -253,6 +254,72 @@ class CompletionWriter(ChoicesWriter):
         return of_completion(chunk.token_ids, chunk.logprobs, chunk.pieces, self._codec, offset)
 
 
+class InfillWriter(Writer):
+    """`/infill`, in the form of llama.cpp's server."""
+
+    def __init__(self, job: GenerationJob, body: InfillRequest) -> None:
+        self._job, self._fields = job, body.response_fields
+
+    def whole(self, texts: Sequence[GeneratedText]) -> Json:
+        (text,) = texts
+        assert text.result is not None
+        return self._last(text.result, text.result.text)
+
+    def opening(self, index: int, prompt_logprobs: Sequence[TokenLogprob]) -> list[Json]:
+        return []
+
+    def chunks(self, index: int, chunks: Sequence[Chunk]) -> list[Json]:
+        text = "".join(chunk.text for chunk in chunks)
+        return [{"index": 0, "content": text, "tokens": [], "stop": False}] if text else []
+
+    def ending(self, index: int, result: GenerationResult) -> list[Json]:
+        return [self._last(result, "")]
+
+    def total(self, results: Sequence[GenerationResult]) -> list[Json]:
+        return []  # the last event has it
+
+    def _last(self, result: GenerationResult, content: str) -> Json:
+        used = usage(self._job, [result])
+        cached = used["prompt_tokens_details"]["cached_tokens"]
+        prompt, predicted = used["prompt_tokens"], used["completion_tokens"]
+        reading, total = result.stats.first_token_ms, result.stats.total_ms
+        stop = "limit" if result.finish_reason == "length" else "eos"
+        answer = {
+            "index": 0,
+            "content": content,
+            "tokens": [],
+            "stop": True,
+            "model": self._job.model_name,
+            "tokens_predicted": predicted,
+            "tokens_evaluated": prompt,
+            "tokens_cached": cached,
+            "truncated": False,
+            "has_new_line": "\n" in result.text,
+            "stop_type": stop if result.stop_string is None else "word",
+            "stopping_word": result.stop_string or "",
+            "generation_settings": {
+                "n_ctx": self._job.model.facts.max_context,
+                "seed": result.seed,
+            },
+            "timings": {
+                **_timing("prompt", prompt - cached, reading),
+                **_timing("predicted", predicted, total - reading),
+            },
+            "speculation": used["speculation"],
+        }
+        return selected(answer, self._fields)
+
+
+def _timing(name: str, count: int, milliseconds: float) -> Json:
+    """Tokens and their time, in the form of llama.cpp."""
+    return {
+        f"{name}_n": count,
+        f"{name}_ms": milliseconds,
+        f"{name}_per_token_ms": milliseconds / max(1, count),
+        f"{name}_per_second": 1000 * count / max(1e-6, milliseconds),
+    }
+
+
 class ChatWriter(ChoicesWriter):
     """`/v1/chat/completions`."""
 
@@ -405,14 +472,16 @@ async def kept_alive(request: web.Request, seconds: float, answer: Awaitable[T])
         task.cancel()
 
 
-async def error_after_comments(request: web.Request, error: ApiError) -> web.StreamResponse | None:
+async def error_after_comments(
+    request: web.Request, status: int, body: Json
+) -> web.StreamResponse | None:
     """Send the error of a request as the last event of its stream; None: nothing was sent yet."""
     response: web.StreamResponse | None = request.get(_STREAM)
     if response is None or not response.prepared:
         return None
-    request[FAILED] = error.status
+    request[FAILED] = status
     with suppress(ConnectionResetError):
-        await _send(request, response, _as_sse([error.body]))
+        await _send(request, response, _as_sse([body]))
     return response
 
 
