@@ -12,6 +12,7 @@ from gguf import GGUFValueType as Kind
 from tokenizers import Tokenizer
 
 from paceline.client._text import BYTE_OF
+from paceline.convert.fim import fim_tokens
 from paceline.convert.gguf_file import GgufArray, GgufFile
 from paceline.convert.gguf_tokenizer import PRE_TOKENIZERS, GgufTokenizer
 from paceline.decoder import UnsupportedModelError
@@ -117,6 +118,21 @@ def byte_level(path: Path, *special: str, extra: Sequence[str] = (), **keys: Any
     types = [NORMAL] * 256 + [CONTROL] * len(special) + [NORMAL] * len(extra)
     keys = {"model": "gpt2", "pre": "gpt-2", **keys}
     return tokenizer_of(path, [*LETTERS, *special, *extra], types, **keys)
+
+
+@pytest.mark.parametrize("style", ["<|fim_{}|>", "<fim_{}>"])
+def test_tokens_of_texts_in_the_middle_are_found_by_key_or_by_text(
+    style: str, tmp_path: Path
+) -> None:
+    parts = ("prefix", "suffix", "middle")
+    texts = {f"fim_{part}_token": style.format(part) for part in parts}
+    by_text = byte_level(tmp_path, "<x>", extra=list(texts.values()))
+    assert fim_tokens(by_text.tokenizer_json().encode()) == texts
+    keys = {"fim_pre_token_id": 257, "suffix_token_id": 258, "fim_mid_token_id": 256}
+    found = byte_level(tmp_path, "<x>", "<y>", "<z>", **keys)
+    assert fim_tokens(found.tokenizer_json().encode()) == {}
+    named = {name: text for name, text in found.special_tokens().items() if "fim" in name}
+    assert named == dict(zip(texts, ("<y>", "<z>", "<x>"), strict=True))
 
 
 @pytest.mark.parametrize("names", PIECES)

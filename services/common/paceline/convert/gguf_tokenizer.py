@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from paceline.convert.fim import FIM_TEXTS
 from paceline.convert.gguf_file import GgufArray, GgufFile
 from paceline.decoder.config import UnsupportedModelError
 
@@ -67,34 +68,30 @@ _ENDS = frozenset({
 
 # Tokens of gaps and between files, which end a text too: by key, else by text.
 _FILLS = {
-    "fim_pad_token_id": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
-    "fim_rep_token_id": (
-        "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>",
-    ),
-    "fim_sep_token_id": ("<|file_sep|>",),
-}  # fmt: skip
-
-# Tokens of gaps that end no text.
-_GAPS = frozenset({
-    "<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>",
-    "<|code_prefix|>", "<|prefix|>", "<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>",
-    "<｜fim▁hole｜>", "<SUF>", "▁<SUF>", "<|code_suffix|>", "<|suffix|>", "<|fim_middle|>",
-    "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>", "<|code_middle|>",
-    "<|middle|>",
-})  # fmt: skip
+    "fim_pad_token_id": FIM_TEXTS["fim_pad_token"],
+    "fim_rep_token_id": FIM_TEXTS["fim_repo_token"],
+    "fim_sep_token_id": FIM_TEXTS["fim_file_token"],
+}
 
 # Control tokens, whatever type a file gives them.
-_CONTROL_TEXTS = _ENDS.union(_GAPS, *_FILLS.values())
+_CONTROL_TEXTS = _ENDS.union(*FIM_TEXTS.values())
 
-# Names of special tokens in transformers, and in the file, where one is misspelt.
+# Names of special tokens in transformers, and in the file, where one is misspelt and some have an
+# older name.
 _SPECIAL_TOKENS = {
-    "bos_token": "bos_token_id",
-    "eos_token": "eos_token_id",
-    "unk_token": "unknown_token_id",
-    "sep_token": "seperator_token_id",
-    "pad_token": "padding_token_id",
-    "cls_token": "cls_token_id",
-    "mask_token": "mask_token_id",
+    "bos_token": ("bos_token_id",),
+    "eos_token": ("eos_token_id",),
+    "unk_token": ("unknown_token_id",),
+    "sep_token": ("seperator_token_id",),
+    "pad_token": ("padding_token_id",),
+    "cls_token": ("cls_token_id",),
+    "mask_token": ("mask_token_id",),
+    "fim_prefix_token": ("fim_pre_token_id", "prefix_token_id"),
+    "fim_suffix_token": ("fim_suf_token_id", "suffix_token_id"),
+    "fim_middle_token": ("fim_mid_token_id", "middle_token_id"),
+    "fim_pad_token": ("fim_pad_token_id",),
+    "fim_repo_token": ("fim_rep_token_id",),
+    "fim_file_token": ("fim_sep_token_id",),
 }
 
 
@@ -194,7 +191,10 @@ class GgufTokenizer:
             return {}
         own = {"bos_token_id": self.bos, "eos_token_id": self.eos}
         named = {**self._file.metadata, **{_KEY + key: token for key, token in own.items()}}
-        ids = {name: named.get(_KEY + key) for name, key in _SPECIAL_TOKENS.items()}
+        ids = {
+            name: next((named[_KEY + key] for key in keys if _KEY + key in named), None)
+            for name, keys in _SPECIAL_TOKENS.items()
+        }
         tokens = self._vocabulary.tokens
         return {
             name: tokens[token]

@@ -28,6 +28,7 @@ import paceline.decoder
 import paceline.kernels
 from paceline.convert import open_model
 from paceline.convert.fastest import faster_weights
+from paceline.convert.fim import fim_tokens
 from paceline.convert.folder_files import part_paths
 from paceline.convert.model_source import ModelSource, file_facts
 from paceline.convert.pack import Packer
@@ -138,7 +139,8 @@ def _described(source: ModelSource, lora: str, requested: str) -> Description:
     return Description(
         source.name, str(source.path.resolve()), lora, requested, source.config(requested),
         source.architectures, source.fingerprint(), source.tokenizer_digest,
-        dict(source.special_tokens), dict(source.chat_templates), source.weight_bytes, _code(),
+        {**fim_tokens(source.tokenizer), **source.special_tokens}, dict(source.chat_templates),
+        source.weight_bytes, _code(),
     )  # fmt: skip
 
 
