@@ -8,8 +8,10 @@ PROTOS := $(wildcard protos/paceline/v1/*.proto)
 	proto-check browser screenshots clients docs docs-check bench papers-quick drills fuzz campaign audit gpu-check gpu-kernels gpu-services \
 	gpu-first gpu-speed gpu-wheels gpu-packages clean
 
-# The version of OpenAI's client for Node that `make clients` tests.
-OPENAI_NODE := 7.57.0
+# Clients and agents for Node that `make clients` tests.
+NODE_CLIENTS := openai@7.57.0 @anthropic-ai/sdk@1.14.0 @anthropic-ai/claude-code@2.1.197 \
+	@openai/codex@0.171.0 opencode-ai@1.18.33 @qwen-code/qwen-code@0.15.10 ai@6.0.326 \
+	@ai-sdk/openai-compatible@2.0.92
 
 # One more package index to take torch from at the first set-up: PyTorch's index of CPU builds, for
 # example, whose torch comes without CUDA's libraries.
@@ -89,12 +91,13 @@ chart: setup
 	    kubernetes-validate || echo "chart: skipped: there is no Helm for this machine"
 	$(BIN)/python -m pytest tests/compose
 
-# Client libraries of other projects against the gateway, where pip and npm can install them.
+# Client libraries and coding agents of other projects against the gateway, where pip and npm can
+# install them.
 clients: setup
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt langchain-openai litellm \
-	    || echo "clients: LangChain and LiteLLM are left out: they cannot be installed"
-	npm install --silent --no-save --prefix .make/clients openai@$(OPENAI_NODE) \
-	    || echo "clients: the client for Node is left out: it cannot be installed"
+	    anthropic || echo "clients: those for Python are left out: they cannot be installed"
+	npm install --silent --no-save --prefix .make/clients $(NODE_CLIENTS) \
+	    || echo "clients: those for Node are left out: they cannot be installed"
 	$(BIN)/python -m pytest tests/clients
 
 # The CPU deployment in real containers: where there is no Docker Engine, says so and does nothing.

@@ -18,7 +18,7 @@ BUDGET = {
     "client": 17_455,
     "train": 5_970,
     "bench": 7_461,
-    "tests": 51_007,
+    "tests": 51_278,
 }  # maximum number of lines
 SLACK = 0.01  # a folder that is smaller than its budget by a larger share lowers it
 _PRODUCT = ("kernels", "services", "client")

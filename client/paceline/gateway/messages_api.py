@@ -47,6 +47,11 @@ _SESSION = re.compile(r"_session_[\w-]+$")
 # Clients keep a thought only if it is signed. The text is not checked when it comes back.
 _SIGNATURE = "unsigned"
 
+_BLOCKS = {
+    "thinking": "Thinking", "redacted_thinking": "Thinking", "tool_use": "Call",
+    "tool_result": "Result",
+}  # fmt: skip
+
 
 class _Cached(Body):
     """What a part of a prompt may say about caching, which needs no request here."""
@@ -80,12 +85,6 @@ class ResultBlock(_Cached):
     is_error: bool = False  # the content says it too
 
 
-_BLOCKS = {
-    "thinking": "Thinking", "redacted_thinking": "Thinking", "tool_use": "Call",
-    "tool_result": "Result",
-}  # fmt: skip
-
-
 def _kind_of_block(block: Any) -> str:
     kind = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
     return _BLOCKS.get(kind, "Text") if isinstance(kind, str) else "Text"
@@ -100,7 +99,7 @@ _Block = Annotated[
 ]
 
 
-class InputMessage(Body):
+class Turn(Body):
     role: Literal["user", "assistant", "system"]
     content: str | Items[_Block]
 
@@ -173,7 +172,7 @@ class OutputConfig(Body):
 class MessagesRequest(CommonRequest, _Cached):
     """`POST /v1/messages`, and `/v1/messages/count_tokens`."""
 
-    messages: Annotated[Items[InputMessage], Field(min_length=1)]
+    messages: Annotated[Items[Turn], Field(min_length=1)]
     system: str | Items[TextBlock] = ""
     max_tokens: Limit | None = None
     stop_sequences: Stops = Field(default=[])
