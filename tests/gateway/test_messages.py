@@ -4,10 +4,12 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+import aiohttp
 import pytest
 from fakes.transport import MockTransport
 
 from .conftest import Serve, Served
+from .test_edge import SlowTransport
 from .test_gateway import Reusing
 from .test_streaming import SeveralRounds
 
@@ -298,6 +300,17 @@ async def test_an_error_in_mid_stream(serve: Serve) -> None:
     assert events[-1]["type"] == "error"
     assert events[-1]["error"]["type"] == "api_error"
     assert "the mock fails" in events[-1]["error"]["message"]
+
+
+async def test_a_slow_stream_begins_with_pings(serve: Serve) -> None:
+    transport = SlowTransport()
+    async with serve(transport, chat_template=TEMPLATE, keep_alive_seconds=0.01) as served:
+        body = {"messages": [USER], "max_tokens": 9, "stream": True}
+        async with aiohttp.ClientSession() as session:
+            async with session.post(f"{served.url}/v1/messages", json=body) as response:
+                assert await response.content.readline() == b"event: ping\n"
+                transport.prefill.set()
+                assert b"event: message_start" in await response.content.read()
 
 
 async def test_what_cannot_be_done_is_named_in_a_warning(served: Served) -> None:

@@ -254,6 +254,8 @@ def _input(arguments: str) -> dict[str, Any]:
 class MessagesWriter(Writer):
     """Formats one answer: blocks that are a text, a thought or a call."""
 
+    keep_alive = b'event: ping\ndata: {"type": "ping"}\n\n'
+
     def __init__(self, job: GenerationJob, use: ToolUse) -> None:
         self._job = job
         self._answer = Answer(use, job.marks, job.thought)

@@ -55,6 +55,7 @@ class Writer(ABC):
     """Formats the response to one request: whole, or as events of a stream."""
 
     last = b""  # what a stream ends with
+    keep_alive = _KEEP_ALIVE  # what is sent where nothing else is for some time
 
     @abstractmethod
     def whole(self, texts: Sequence[GeneratedText]) -> Json:
@@ -593,7 +594,7 @@ class EventStream:
                     async with asyncio.timeout(self._keep_alive_seconds):
                         await self._sent.wait()
                 except TimeoutError:
-                    await self._send(_KEEP_ALIVE)
+                    await self._send(self._writer.keep_alive)
 
     async def _flushed(self) -> None:
         """Waits until what arrived is sent. Raises what `receive` raises."""
