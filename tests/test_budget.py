@@ -15,10 +15,10 @@ BUDGET = {
     "services/common": 17_832,
     "services/verifier": 10_320,
     "services/drafter": 10_445,
-    "client": 17_457,
+    "client": 17_460,
     "train": 5_970,
     "bench": 7_461,
-    "tests": 51_291,
+    "tests": 51_297,
 }  # maximum number of lines
 SLACK = 0.01  # a folder that is smaller than its budget by a larger share lowers it
 _PRODUCT = ("kernels", "services", "client")

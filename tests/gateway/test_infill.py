@@ -133,3 +133,9 @@ async def test_suffixes_that_have_no_place(served: Served) -> None:
         assert (status, answer["error"]["param"]) == (400, "suffix")
     _, _, answer = await served.post("/v1/completions", prompt=["a", "b"], suffix="c", n=2)
     assert [choice["text"] for choice in answer["choices"]] == ["mid\ndle"] * 4
+
+
+async def test_fields_that_need_another_form_of_answer_are_refused(served: Served) -> None:
+    for name, value in (("n", 2), ("receipt", True)):
+        status, _, answer = await served.post("/infill", input_prefix="a", **{name: value})
+        assert (status, answer["error"]["param"]) == (400, name)

@@ -39,6 +39,9 @@ class InfillRequest(GenerationRequest):
     response_fields: Items[str] = Field(default=[])
     """Names of the fields of the answer, "a/b" for field b of a; empty: all."""
 
+    n: int = Field(default=1, ge=1, le=1)
+    receipt: bool = Field(default=False, le=False)
+
     # Accepted and unused: KV is kept where there is memory.
     cache_prompt: bool = True
     id_slot: int = -1
