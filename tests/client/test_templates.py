@@ -222,6 +222,15 @@ def test_variables_of_templates(values: dict[str, Any], options: dict[str, Any])
         assert rendered(template, [ASK], variables=values, **options) == wanted[0]
 
 
+def test_thoughts_of_a_call_are_shown_as_templates_want_them() -> None:
+    marks = {"QWEN3": "<think>\nhm\n</think>", "GPT_OSS": "<|channel|>analysis<|message|>hm<|end|>"}
+    messages = [ASK, *CONVERSATIONS["thoughts of a call"][1:]]
+    for family, shown in {**marks, "DEEPSEEK_R1": ""}.items():
+        prompt = rendered(SHAPES[family], messages, tools=TOOLS)
+        assert (shown or "get_weather") in prompt
+        assert ("hm" in prompt) == bool(shown)
+
+
 def test_a_template_is_chosen_by_name() -> None:
     model = model_of("default:{{ messages[0].content }}", tool_use="tools:{{ tools | tojson }}",
                      rag="rag:{{ documents[0].text }}")  # fmt: skip
