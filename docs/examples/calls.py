@@ -18,6 +18,9 @@ async def main(address: str) -> None:
         result = await client.generate(PROMPT, max_new_tokens=32, temperature=0.7, seed=1)
         print(result.text, result.finish_reason, result.usage, result.stats.explain(), sep="\n")
 
+        if result.receipt is not None:
+            print((await client.check(result.receipt)).message)
+
         async for chunk in client.generate(PROMPT, max_new_tokens=8, drafter="none", logprobs=True):
             print(chunk.text, end="", flush=True)
 
@@ -40,7 +43,8 @@ async def main(address: str) -> None:
 def synchronous(address: str) -> None:
     with SyncClient(address) as client:
         print(client.model(), client.verifiers(), client.drafters())
-        print(client.generate(PROMPT, max_new_tokens=8).text)
+        result = client.generate(PROMPT, max_new_tokens=8)
+        print(result.text, result.receipt and client.check(result.receipt).outcome)
         for chunk in client.stream(PROMPT, max_new_tokens=8):
             print(chunk.text, end="", flush=True)
         print(client.chat(MESSAGES, chat_template=TEMPLATE, max_new_tokens=8).text)

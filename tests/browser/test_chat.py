@@ -227,6 +227,7 @@ async def test_chats_are_kept_until_they_are_deleted(chat_gateway, open_page: Op
         await page.click("#chat [name=delete]")
         await expect(page.locator("#chat .welcome")).to_be_visible()
         await expect(page.locator("#chat [name=delete]")).to_be_disabled()
+        assert await page.locator("#chat .steps rect, #chat dl dd").count() == 0
         await page.reload()
         assert await choice.locator("option").all_text_contents() == ["New chat", "Second"]
         assert "Third" not in await page.evaluate("JSON.stringify({...localStorage})")

@@ -30,6 +30,7 @@ async def test_the_example_of_each_call_runs() -> None:
     assert done.returncode == 0, done.stderr
     assert "top_k must be an integer >= 0 (0 keeps all tokens), not -1" in done.stdout
     assert "('local', 'ngram')" in done.stdout
+    assert "equal: 32 tokens\n" in done.stdout
 
 
 def test_one_round_in_one_screen(

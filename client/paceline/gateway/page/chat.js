@@ -82,6 +82,7 @@ export class Chat {
   #show(turns) {
     this.#turns = turns;
     this.#edited = null;
+    this.#panel.clear();
     for (const turn of this.#thread.querySelectorAll(".turn")) turn.remove();
     turns.forEach((turn, index) => {
       if (turn.role === "user") {

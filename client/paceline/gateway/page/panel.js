@@ -79,6 +79,15 @@ export class Panel {
     this.#bars.setAttribute("aria-valuetext", this.title || "no step");
   }
 
+  /** Shows no run. */
+  clear() {
+    this.#run = null;
+    this.#steps = [];
+    this.#draw();
+    this.#root.querySelector(".why").textContent = "";
+    this.#root.querySelector("dl").replaceChildren();
+  }
+
   /**
    * Shows the steps of a run up to now.
    *
