@@ -1,13 +1,16 @@
 """Receipts: what they say, what is refused, and what a check tells."""
 
+import asyncio
 import json
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from fakes.verifier import World, continuation
 
+from paceline.cli.main import main
 from paceline.client import Client, InvalidRequestError, Receipt
 
 PROMPT = [104, 105, 106]
@@ -168,3 +171,22 @@ async def test_a_check_names_another_model_and_other_numerics(world: World, clie
     said = f"numerics differ: numerics: portable, {types}, here amx, {types}"
     assert found == ("numerics", said)
     assert world.verifier.made == before, "nothing was generated"
+
+
+async def test_the_command_says_what_is_no_receipt(
+    world: World, client: Client, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "receipt.json"
+
+    async def check(content: str) -> tuple[int, str, str]:
+        file.write_text(content)
+        words = ["check", str(file), "--verifier-address", world.address]
+        return await asyncio.to_thread(main, words), *capsys.readouterr()
+
+    receipt = await receipt_of(client)
+    assert await check(receipt.to_text()) == (0, "equal: 20 tokens\n", "")
+    for content, message in (("{}", "has the missing field 'drafts'"), ("[", "it is no JSON")):
+        code, out, error = await check(content)
+        assert (code, out, error.count("\n")) == (2, "", 1)
+        assert f"{file} is no receipt: " in error
+        assert message in error

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.convert import Packer, open_model
+from paceline.convert import Packer, load_decoder, open_model
 from paceline.cuda.graphs import FIXED_SHAPES
 from paceline.cuda.served import ServedForward, check_served, served_slots
 from paceline.decoder import Decoder, LocalCache, check_batch_invariance
@@ -29,6 +29,14 @@ DTYPES = [torch.float32, torch.bfloat16]
 def test_the_self_check_holds(models: dict[str, Path], name: str, dtype: torch.dtype) -> None:
     found = check_batch_invariance(load(models, name, dtype))
     assert (found.holds, found.reason) == (True, "")
+
+
+@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8"])
+def test_rules_differ_exactly_where_bits_do(models: dict[str, Path], weights: str) -> None:
+    """Those of this processor's own numerics and of portable ones, which may be the same."""
+    both = [load_decoder(models["llama"], weights, numerics=name) for name in ("auto", "portable")]
+    auto, portable = (check_batch_invariance(decoder).bits for decoder in both)
+    assert (auto == portable) == (both[0].rules() == both[1].rules())
 
 
 def test_the_self_check_notices_a_single_row_summed_another_way(

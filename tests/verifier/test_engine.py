@@ -68,12 +68,13 @@ async def test_model(client: Client, model: Path) -> None:
 async def test_a_lack_of_batch_invariance_is_reported_and_logged(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    found = BatchInvariance(False, "a layer of 8 to 9 differs; do this")
+    found = BatchInvariance(False, "a layer of 8 to 9 differs; do this", "0" * 64)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # the result is kept there
     monkeypatch.setattr("paceline.verifier.model.check_batch_invariance", lambda decoder: found)
     async with serving(model, tmp_path / "v.sock", kv_bytes=1 << 28) as client:
         got = await client.stub.GetModel(verifier_pb2.GetModelRequest())
     assert (got.batch_invariant, got.batch_invariance_reason) == (False, found.reason)
+    assert not got.numerics, "nothing is promised"
     assert found.reason in caplog.text
 
 

@@ -45,7 +45,7 @@ class ModelInfo:
         message.batch_invariant = found.holds
         message.batch_invariance_reason = found.reason
         rules = device_of(decoder.device).rules(decoder) if found.holds else []
-        if found.bits:
+        if rules and found.bits:
             rules.append(Rule("check", "", "logits of a tree", {"logits": found.bits}))
         fields = [rule._asdict() for rule in rules]
         message.ClearField("numerics")
