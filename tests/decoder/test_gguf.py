@@ -310,8 +310,11 @@ def test_blocks_have_the_bits_of_the_file(kind: Kind, outs: int, blocks: int, se
 @pytest.mark.parametrize("kind", CONVERTED)
 def test_other_formats_become_blocks_of_about_their_size(kind: Kind) -> None:
     tensor = stored(kind, 5, 3, 1)
-    found, weight = decode(FILE, tensor), expected(tensor)
+    found, weight = decode(FILE, tensor, small=True), expected(tensor)
+    near = decode(FILE, tensor)
     assert isinstance(found, QuantisedMatrix)
+    assert isinstance(near, QuantisedMatrix)
+    assert near.bits == 8
     small = len(tensor.data) * 8 / weight.numel() < 5
     assert found.bits == converted_bits(kind) == (4 if small else 8)
     blocks, errors = (each.unflatten(1, (-1, 32)) for each in (weight, found.dequantise() - weight))

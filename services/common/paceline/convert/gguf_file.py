@@ -299,12 +299,12 @@ class _Reader:
             raise self.damaged(f"a metadata value has type number {number}") from error
 
 
-def decode(file: GgufFile, tensor: GgufTensor) -> Tensor | QuantisedMatrix:
+def decode(file: GgufFile, tensor: GgufTensor, *, small: bool = False) -> Tensor | QuantisedMatrix:
     """The values of a tensor: a matrix of a supported format as it is, others converted.
 
     F32, F16 and BF16 become tensors of that type. A matrix of Q8_0, Q4_0, Q4_1, Q4_K or MXFP4
-    becomes blocks with exactly its values, any other format 4-bit or 8-bit blocks, see
-    :func:`converted_bits`. A vector becomes float32.
+    becomes blocks with exactly its values, any other format 8-bit blocks, or, if they are to be
+    ``small``, those of :func:`converted_bits`. A vector becomes float32.
     Raises ``UnsupportedModelError`` if the ``gguf`` package cannot decode the format, or a scale is
     not finite.
     """
@@ -320,7 +320,8 @@ def decode(file: GgufFile, tensor: GgufTensor) -> Tensor | QuantisedMatrix:
     starts = range(0, len(rows), step)
     try:
         with np.errstate(all="ignore"):
-            found = concatenate([_blocks(rows[i : i + step], tensor.kind) for i in starts])
+            bits = (converted_bits(tensor.kind) if small else 0) or 8
+            found = concatenate([_blocks(rows[i : i + step], tensor.kind, bits) for i in starts])
         check_finite(found.scale, found.minimum)
     except ValueError as error:
         raise UnsupportedModelError(
@@ -330,8 +331,8 @@ def decode(file: GgufFile, tensor: GgufTensor) -> Tensor | QuantisedMatrix:
 
 
 def converted_bits(kind: GGMLQuantizationType) -> Literal[0, 4, 8]:
-    """Bits of the blocks of other values that a matrix of this format becomes; 0: it keeps its
-    values. Formats of less than 5 bits a weight keep about their size."""
+    """Bits of the small blocks of other values that a matrix of this format becomes; 0: it keeps
+    its values. Formats of fewer than 5 bits a weight become 4."""
     if kind in _FLOATS or kind in _EXACT:
         return 0
     values, size = GGML_QUANT_SIZES[kind]
@@ -357,10 +358,10 @@ def _rows(tensor: GgufTensor) -> Bytes:
     return tensor.data.reshape(-1, len(tensor.data) // int(np.prod(tensor.shape[:-1])))
 
 
-def _blocks(rows: Bytes, kind: GGMLQuantizationType) -> QuantisedMatrix:
-    """Rows of a matrix as blocks, from their bytes."""
+def _blocks(rows: Bytes, kind: GGMLQuantizationType, converted: int) -> QuantisedMatrix:
+    """Rows of a matrix as blocks, from their bytes; of ``converted`` bits if of other values."""
     if kind not in _EXACT:
-        return quantise(torch.from_numpy(dequantize(rows, kind)), converted_bits(kind))
+        return quantise(torch.from_numpy(dequantize(rows, kind)), converted)
     split, bits, offset = _EXACT[kind]
     outs = len(rows)
     values, scale, minimum = split(rows.reshape(-1, GGML_QUANT_SIZES[kind][1]))
