@@ -298,7 +298,7 @@ class GgufModel(ModelSource):
             return super().weights(config, device)
         for kind, count in self._formats().items():
             if bits := converted_bits(kind):
-                loss = "a KL divergence of 0.02 to 0.05" if bits == 4 else "hardly any loss"
+                loss = "a KL divergence of 0.02 to 0.05 at 1.5B" if bits == 4 else "hardly any loss"
                 _log.info(
                     "%s: %d matrices of format %s are converted to %d bits in blocks of 32: %s",
                     self.path, count, kind.name, bits, loss,
