@@ -234,7 +234,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _run_models(args: argparse.Namespace, models: Sequence[Path]) -> int:
     """Run a gateway, and models while they are asked for, as of `serve_models`."""
-    refuse_options(args, "with several models", {"model_name", "lora", "draft_socket"})
+    refuse_options(args, "with several models or --keep", {"model_name", "lora", "draft_socket"})
     if args.gateway_address == "none" or find_spec("aiohttp") is None:
         raise CommandError(
             "several models are loaded by requests to the gateway: install it with pip install "

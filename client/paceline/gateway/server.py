@@ -254,7 +254,10 @@ class Gateway:
         if card.get("status", _LOADED) != _LOADED:
             return card
         with place.held:
-            client = await self._models.acquire(name, place.held, load=False)
+            try:
+                client = await self._models.acquire(name, place.held, load=False)
+            except ApiError:  # it was unloaded a moment ago
+                return card
             facts = (await place.verifier(client.model())).facts
             return card | {
                 "max_model_len": facts.max_context,
