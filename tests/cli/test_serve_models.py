@@ -51,13 +51,13 @@ class FakeClient:
     """A client whose texts end where `failed` says why."""
 
     def __init__(self, address: str) -> None:
-        self.address, self.failed = address, ""
+        self.address, self.failed, self.closed = address, "", False
 
     def fail(self, message: str) -> None:
         self.failed = message
 
     async def aclose(self) -> None:
-        pass
+        self.closed = True
 
 
 class Managed:
@@ -186,11 +186,16 @@ async def test_a_failure_is_that_of_one_model(short_folder: Path) -> None:
             assert caught.value.code == "model_not_loaded"
         it.processes["a"].failure = ""
         ending = await it.acquire("a")
+        a, b = (cast(FakeClient, client) for client in it.models._clients.values())
         it.processes["a"].phase, it.processes["a"].returncode = "it died 3 times", 1
         await it.manager.look_after()
-        a, b = (cast(FakeClient, client) for client in it.models._clients.values())
-        await true(lambda: bool(a.failed))
-        assert (a.failed, b.failed) == ("a is no longer served: it died 3 times", "")
+        await true(lambda: a.closed)
+        assert (a.failed, b.failed, b.closed) == (
+            "a is no longer served: it died 3 times",
+            "",
+            False,
+        )
+        assert it.models._clients["a"] is not a
         ending.close()
         (await it.acquire("a")).close()
         assert it.log == ["+b", "+a", "-a", "+a", "-a", "+a", "-a", "+a"]

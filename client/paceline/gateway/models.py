@@ -70,6 +70,8 @@ class ManagedModels:
     def __init__(self, socket: Path, client_of: Callable[[str], Client]) -> None:
         self._socket, self._client_of = socket, client_of
         self._clients: dict[str, Client] = {}
+        self._addresses: dict[str, str] = {}
+        self._closing: set[asyncio.Task[None]] = set()
         self.states: dict[str, str] = {}
         self._watching: asyncio.Task[None] | None = None
         self._open = ExitStack()
@@ -104,7 +106,7 @@ class ManagedModels:
                 503, f"{name} is not served: {reason}", kind="server_error", code="model_not_loaded"
             )
         client = self._clients[name]
-        ended = asyncio.create_task(_fail_at_end(client, name, reader))
+        ended = asyncio.create_task(self._end_with(client, name, reader))
         hold.callback(ended.cancel)
         return client
 
@@ -119,16 +121,22 @@ class ManagedModels:
             self._read_states(line)
 
     def _read_states(self, line: bytes) -> None:
-        for name, (address, state) in json.loads(line).items():
-            self.states[name] = state
+        for name, (self._addresses[name], self.states[name]) in json.loads(line).items():
             if name not in self._clients:
-                self._clients[name] = self._client_of(address)
+                self._clients[name] = self._client_of(self._addresses[name])
 
+    async def _end_with(self, client: Client, name: str, reader: asyncio.StreamReader) -> None:
+        """End what was asked of a model when it is no longer loaded, which it is while that lasts.
 
-async def _fail_at_end(client: Client, name: str, reader: asyncio.StreamReader) -> None:
-    """End the texts of a model when it is no longer loaded, which it is while they last."""
-    reason = _reason(await reader.readline())
-    client.fail(f"{name} is no longer served: {reason}")
+        Its client is closed, so that a request that has not begun its text does not wait for one.
+        """
+        reason = _reason(await reader.readline())
+        if self._clients[name] is client:  # this request is the first that knows
+            self._clients[name] = self._client_of(self._addresses[name])
+            client.fail(f"{name} is no longer served: {reason}")
+            closing = asyncio.create_task(client.aclose())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
 
 
 def _reason(line: bytes) -> str:
