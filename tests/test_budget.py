@@ -12,13 +12,13 @@ ROOT = Path(__file__).resolve().parent.parent
 
 BUDGET = {
     "kernels": 10_715,
-    "services/common": 17_846,
+    "services/common": 17_849,
     "services/verifier": 10_320,
-    "services/drafter": 10_445,
-    "client": 17_460,
-    "train": 5_970,
+    "services/drafter": 10_443,
+    "client": 17_481,
+    "train": 5_968,
     "bench": 7_461,
-    "tests": 51_342,
+    "tests": 51_347,
 }  # maximum number of lines
 SLACK = 0.01  # a folder that is smaller than its budget by a larger share lowers it
 _PRODUCT = ("kernels", "services", "client")

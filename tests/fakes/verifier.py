@@ -239,7 +239,7 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             batch_invariant=self.batch_invariant,
             lease_ms=self.lease_ms,
             numerics=[
-                verifier_pb2.NumericsRule(
+                verifier_pb2.RuleOfNumerics(
                     region="numerics",
                     implementation=self.numerics,
                     constants={"weights": "float32", "hidden": "float32", "kv": "float32"},

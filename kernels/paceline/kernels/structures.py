@@ -16,6 +16,7 @@ from paceline.kernels._compile import SOURCES
 
 _HEADERS = ("limits.h", "vectors.h", "attention.h", "linear.h", "delta.h", "program.h", "draft.h")
 _TYPES = {"int64_t": ctypes.c_int64, "uint64_t": ctypes.c_uint64, "double": ctypes.c_double}
+SUMS = ("chains of FMAs", "sums of TDPBF16PS", "sums of VDPBF16PS")  # by the codes of `PRODUCTS`
 
 
 def _text(header: str) -> str:
@@ -51,7 +52,6 @@ PRODUCTS = {
     "amx": CODES["TILES"],
     "avx512_bf16": CODES["DOTS"],
 }
-SUMS = ("chains of FMAs", "sums of TDPBF16PS", "sums of VDPBF16PS")  # by the codes of `PRODUCTS`
 
 
 def fields_of(structure: str) -> list[tuple[str, Any]]:

@@ -58,6 +58,22 @@ GGUF_RATES = {"linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias"
 
 _AFTER = {"post_attention_layernorm": "post_attention_norm"}
 
+# What models of other types need, by a part of the name of a field in config.json or of a key in a
+# GGUF file.
+_FEATURES = {
+    "kv_lora_rank": "multi-head latent attention",
+    "mamba": "state-space layers",
+    "ssm": "state-space layers",
+    "wkv": "RWKV layers",
+    "conv_l_cache": "layers of short convolutions",
+    "shortconv": "layers of short convolutions",
+    "per_layer_input": "an embedding for each layer",
+    "kv_shared_layers": "keys and values shared between layers",
+    "shared_kv_layers": "keys and values shared between layers",
+    "global_head_dim": "heads of several widths",
+    "key_length_swa": "heads of several widths",
+}
+
 _SANDWICH = (
     "input_layernorm", "post_attention_layernorm",
     "pre_feedforward_layernorm", "post_feedforward_layernorm",
@@ -579,23 +595,6 @@ FAMILIES = {
         gguf="glm4",
     ),
 }  # fmt: skip
-
-
-# What models of other types need, by a part of the name of a field in config.json or of a key in a
-# GGUF file.
-_FEATURES = {
-    "kv_lora_rank": "multi-head latent attention",
-    "mamba": "state-space layers",
-    "ssm": "state-space layers",
-    "wkv": "RWKV layers",
-    "conv_l_cache": "layers of short convolutions",
-    "shortconv": "layers of short convolutions",
-    "per_layer_input": "an embedding for each layer",
-    "kv_shared_layers": "keys and values shared between layers",
-    "shared_kv_layers": "keys and values shared between layers",
-    "global_head_dim": "heads of several widths",
-    "key_length_swa": "heads of several widths",
-}
 
 
 def refusal(kind: str, name: str, known: Iterable[str], fields: Mapping[str, Any]) -> str:

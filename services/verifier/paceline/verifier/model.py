@@ -49,7 +49,7 @@ class ModelInfo:
             rules.append(Rule("check", "", "logits of a tree", {"logits": found.bits}))
         fields = [rule._asdict() for rule in rules]
         message.ClearField("numerics")
-        message.numerics.extend(verifier_pb2.NumericsRule(**each) for each in fields)
+        message.numerics.extend(verifier_pb2.RuleOfNumerics(**each) for each in fields)
 
     def response(self, request: verifier_pb2.GetModelRequest) -> verifier_pb2.GetModelResponse:
         """The response to one request, with the tokenizer if the client lacks it."""
