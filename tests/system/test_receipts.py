@@ -16,9 +16,9 @@ from paceline.kernels._compile import levels_here
 
 @pytest.fixture(scope="module")
 def verifier(models: dict[str, Path]) -> Iterator[ServiceProcess]:
-    """At the lowest level and on two threads, with a drafter."""
+    """At the lowest level with vectors, if there are two, and on two threads, with a drafter."""
     target = ["--target", str(models["qwen3"]), "--weights=bfloat16", "--schedule=off"]
-    environment = {"PACELINE_CPU_LEVEL": levels_here()[-1], "OMP_NUM_THREADS": "2"}
+    environment = {"PACELINE_CPU_LEVEL": levels_here()[-2:][0], "OMP_NUM_THREADS": "2"}
     load = [f"--load=lm=lm:{models['small']}"]
     with local_services(target, load, environment) as (served, _):
         yield served
