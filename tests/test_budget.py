@@ -15,10 +15,10 @@ BUDGET = {
     "services/common": 17_849,
     "services/verifier": 10_320,
     "services/drafter": 10_443,
-    "client": 17_481,
+    "client": 17_488,
     "train": 5_968,
     "bench": 7_461,
-    "tests": 51_347,
+    "tests": 51_363,
 }  # maximum number of lines
 SLACK = 0.01  # a folder that is smaller than its budget by a larger share lowers it
 _PRODUCT = ("kernels", "services", "client")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.convert.model_source import remembered_by_transformers
-from paceline.decoder.remembered import remembered
+from paceline.decoder.remembered import cache_folder, remembered
 
 
 @pytest.fixture(autouse=True)
@@ -47,3 +47,14 @@ def test_a_cache_that_cannot_be_written_is_one_warning(
             assert isinstance(remembered_by_transformers(("pid", number), os.getpid), int)
     (said,) = caplog.messages
     assert said.startswith(f"{tmp_path}/file/paceline cannot be written, so that each start")
+
+
+def test_values_are_kept_by_their_last_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.decoder.remembered._MAX_FILES", 2)
+    made: list[int] = []
+    for at, number in enumerate((0, 1, 0, 2, 0)):
+        remembered((number,), lambda: made.append(number))  # noqa: B023 - it is called at once
+        for file in cache_folder("configs").glob("*.json"):  # what was used now is `at` hours old
+            if file.stat().st_mtime > 1e9:
+                os.utime(file, (3600 * at, 3600 * at))
+    assert made == [0, 1, 2]

@@ -163,6 +163,8 @@ def _smaller_bytes(path: Path, target: ModelSource) -> int:
     from paceline.convert import open_model
     from paceline.convert.folder_files import part_paths
     from paceline.convert.model_source import file_facts
+    from paceline.convert.store import code_digest
+    from paceline.decoder import UnsupportedModelError
     from paceline.decoder.remembered import remembered
     from paceline.drafter.methods.base import SECTION
     from paceline.drafter.methods.checkpoint import refuse_recurrent
@@ -175,13 +177,18 @@ def _smaller_bytes(path: Path, target: ModelSource) -> int:
         raise ValueError(f"it has {size} bytes of weights; at most half the target's are expected")
 
     def describe() -> list[Any]:
-        model = open_model(path)
-        config = model.config()
+        try:
+            model = open_model(path)
+            config = model.config()
+        except UnsupportedModelError as error:
+            return [str(error)]  # remembered until this code changes
         refuse_recurrent("lm", config)
         return [model.tokenizer_digest, config.layers, config.hidden]
 
     files += sorted(path.glob("*.json"))
-    digest, *shape = remembered(("smaller", *map(file_facts, files)), describe)
+    digest, *shape = remembered(("smaller", code_digest(), *map(file_facts, files)), describe)
+    if not shape:
+        raise ValueError(digest)
     if not digest or digest != target.tokenizer_digest:
         raise ValueError(f"its tokenizer is {digest or 'missing'}, not {target.tokenizer_digest}")
     config = target.config()

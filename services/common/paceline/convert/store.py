@@ -115,7 +115,7 @@ def prepare(
         return PackedModel(description, source.tokenizer, None, lambda *at: _packer(source, *at))
     if not path.exists():
         open_model(path)  # raises
-    entry = _entry(path, weights, lora, _code())
+    entry = _entry(path, weights, lora, code_digest())
     with suppress(OSError, ValueError):
         return read_entry(entry)
     try:
@@ -140,7 +140,7 @@ def _described(source: ModelSource, lora: str, requested: str) -> Description:
         source.name, str(source.path.resolve()), lora, requested, source.config(requested),
         source.architectures, source.fingerprint(), source.tokenizer_digest,
         {**fim_tokens(source.tokenizer), **source.special_tokens}, dict(source.chat_templates),
-        source.weight_bytes, _code(),
+        source.weight_bytes, code_digest(),
     )  # fmt: skip
 
 
@@ -286,7 +286,7 @@ def _entry(path: Path, weights: str, lora: str, code: str) -> Path:
 
 
 @cache
-def _code() -> str:
+def code_digest() -> str:
     """A digest of the code that packs."""
     packages = (paceline.convert, paceline.decoder, paceline.kernels)
     folders = (Path(str(package.__file__)).parent for package in packages)
@@ -322,7 +322,7 @@ def _sweep() -> None:
                     it = describe(entry)
                     stale = entry != _entry(Path(it.source), it.requested, it.lora, it.code)
                     unused = time() - (entry / MODEL).stat().st_mtime > _UNUSED_SECONDS
-                    stale = stale or (it.code != _code() and unused)
+                    stale = stale or (it.code != code_digest() and unused)
             except BlockingIOError:  # a process is at it
                 continue
             except (OSError, ValueError):

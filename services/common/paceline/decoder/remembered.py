@@ -27,7 +27,10 @@ def remembered(facts: tuple[object, ...], make: Callable[[], Any]) -> Any:
     """
     file = cache_file("configs", (_FORMAT, version("transformers"), facts))
     with suppress(OSError, ValueError):  # it is not stored, or damaged
-        return json.loads(file.read_text(encoding="utf-8"))
+        value = json.loads(file.read_text(encoding="utf-8"))
+        with suppress(OSError):
+            os.utime(file)  # its last use
+        return value
     _make_folder(file)  # and say here if it cannot be: `make` may do so in a child process
     value = make()
     store(file, value)
@@ -46,8 +49,8 @@ def cache_folder(kind: str) -> Path:
 
 
 def store(file: Path, value: Any) -> None:
-    """Write a value as JSON, and remove the oldest files beside it, with their locks, beyond 256.
-    A failure is logged."""
+    """Write a value as JSON, and remove the files beside it whose last use is the longest ago, with
+    their locks, beyond 256. A failure is logged."""
     fresh = file.with_suffix(f".{os.getpid()}")
     if not _make_folder(file):
         return
