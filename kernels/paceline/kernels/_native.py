@@ -51,7 +51,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "paceline_quantise_rows": (None, _AT, _COUNT, _COUNT, _COUNT, _AT, _AT),
     "paceline_program_bytes": (_COUNT, _AT, _AT),
     "paceline_run_program": (_COUNT, _AT, _AT),
-    "paceline_draft": (_COUNT, _AT, _AT, _COUNT, _AT, _COUNT, _COUNT),
+    "paceline_draft": (_COUNT, _AT, _AT, _COUNT, _AT, _COUNT, _COUNT, _COUNT),
     "paceline_gumbel": (None, _KEY, _KEY, _AT, _COUNT, _AT),
     "paceline_weights": (_COUNT, _AT, _COUNT, _AT),
     "paceline_choose": (_COUNT, _AT, _COUNT, _FLOAT, _FLOAT, _COUNT, _DOUBLE, _KEY, _KEY),

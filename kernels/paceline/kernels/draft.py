@@ -105,6 +105,7 @@ class NativeDraft:
             (ctypes.c_void_p * count)(*map(ctypes.addressof, texts)),
             count,
             address(table, "table"),
+            len(table) if table.dim() == 3 else 1,
             table.shape[-2],
             torch.get_num_threads(),
         )

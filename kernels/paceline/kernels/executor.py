@@ -214,6 +214,7 @@ class NativeProgram:
             position=address(plan.positions, "positions"),
             selection=None if selection is None else address(selection, "selection"),
             table=address(call.table, "table"),
+            tables=len(call.table) if call.table.dim() == 3 else 1,
             table_rows=call.table.shape[-2],
             sequences=len(tables),
             caches=ctypes.addressof(caches),

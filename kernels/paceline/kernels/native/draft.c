@@ -425,9 +425,9 @@ static void check_draft(const Model *m, Text *const *texts, int64_t count) {
 /* Drafts a tree for each of `count` texts. `table` has cosines and sines of all positions, as of
  * Run. Returns 0, 1 when memory ran out, or 2 for a token outside of the vocabulary. */
 int64_t paceline_draft(const Model *m, Text *const *texts, int64_t count, const float *table,
-                       int64_t table_rows, int64_t threads) {
+                       int64_t tables, int64_t table_rows, int64_t threads) {
   check_draft(m, texts, count);
-  CHECK(table && table_rows > 0 && threads > 0);
+  CHECK(table && tables > 0 && table_rows > 0 && threads > 0);
   int64_t wide = 1, deep = 1;
   for (int64_t t = 0; t < count; t++) {
     deep = max(deep, texts[t]->depth);
@@ -449,6 +449,7 @@ int64_t paceline_draft(const Model *m, Text *const *texts, int64_t count, const 
   if (own.failed) return OUT_OF_MEMORY;
   const Run run = {.threads = threads,
                    .table = table,
+                   .tables = tables,
                    .table_rows = table_rows,
                    .kv_type = m->kv_type,
                    .inputs_bf16 = m->bf16};

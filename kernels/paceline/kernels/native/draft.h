@@ -48,6 +48,6 @@ typedef struct {
 /* Drafts for some texts. Returns 0; 1 when memory ran out; 2 for a token outside of the vocabulary.
  */
 int64_t paceline_draft(const Model *m, Text *const *texts, int64_t count, const float *table,
-                       int64_t table_rows, int64_t threads);
+                       int64_t tables, int64_t table_rows, int64_t threads);
 
 #endif

@@ -558,6 +558,10 @@ static void check_run(const Program *p, const Run *r) {
   CHECK(!r->selected || p->selecting == p->operations || r->logits);
   for (int64_t i = 0; i < r->rows; i++)
     CHECK(r->position[i] >= 0 && r->position[i] < r->table_rows);
+  for (int64_t i = 0; i < p->operations; i++) {
+    const Operation *o = p->operation + i;
+    CHECK(o->rope >= 0 && o->rope < r->tables && o->q_rope >= 0 && o->q_rope < r->tables);
+  }
   int64_t row = 0;
   for (int64_t i = 0; i < r->blocks; i++) {
     const QueryBlock *b = r->block + i;

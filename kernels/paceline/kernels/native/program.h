@@ -104,7 +104,7 @@ typedef struct {
   const int64_t *tokens, *position; /* [rows]; no tokens without EMBED */
   const int64_t *selection;         /* rows that need logits [selected]; null: all */
   const float *table;               /* cosines and sines [kinds, table_rows, D] */
-  int64_t table_rows;
+  int64_t tables, table_rows;       /* tables: kinds */
   int64_t sequences;
   const Cache *const *caches; /* of every sequence: [layers][keys, values] */
   int64_t kv_type;            /* KV_F32, KV_BF16 or KV_INT8 */
