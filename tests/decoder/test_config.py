@@ -66,6 +66,17 @@ def test_a_folder_without_a_model_is_refused(models: dict[str, Path], tmp_path: 
         load_decoder(tmp_path)
 
 
+def test_a_configuration_is_read_again_by_other_code(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = load_config(models["mistral"])
+    monkeypatch.setattr("paceline.convert.sources.decoder_config", lambda *_: 1 / 0)
+    assert load_config(models["mistral"]) == first
+    monkeypatch.setattr("paceline.convert.model_source.code_digest", lambda: "other code")
+    with pytest.raises(UnsupportedModelError, match="ZeroDivisionError"):
+        load_config(models["mistral"])
+
+
 def test_fingerprints_tell_models_apart(models: dict[str, Path], tmp_path: Path) -> None:
     prints = {name: weights_fingerprint(folder) for name, folder in models.items()}
     assert len(set(prints.values())) == len(prints)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,8 @@ from paceline.convert import (
     weights_fingerprint,
 )
 from paceline.convert.gguf import GgufModel
-from paceline.convert.gguf_file import GgufFile, GgufTensor, converted_bits, decode
-from paceline.convert.weights import Weight, plain
+from paceline.convert.gguf_file import GgufFile, GgufTensor, converted_bits, decode, read_gguf
+from paceline.convert.weights import Weight, in_columns, plain
 from paceline.decoder import Decoder, LocalCache, UnsupportedModelError
 from paceline.kernels.linear import PackedMatrix, pack_rotated
 from paceline.kernels.quantised import QuantisedMatrix, quantise
@@ -191,6 +192,15 @@ def test_blocks_are_not_made_larger(models: dict[str, Path], tmp_path: Path) -> 
     stored, found = all_weights(file)[name], all_weights(file, "int4")[name]
     assert isinstance(found, QuantisedMatrix)
     assert torch.equal(plain(found, torch.float32), plain(stored, torch.float32))
+
+
+@pytest.mark.parametrize("width", [16, 32, 64])
+def test_columns_in_another_order_keep_their_values(width: int) -> None:
+    """Also where heads are narrower than blocks."""
+    blocks = quantise(torch.randn(8, 4 * width) * torch.rand(8, 1).exp(), 8)
+    order = torch.arange(4 * width).view(2, 2, width).transpose(0, 1).flatten()
+    found = plain(in_columns(blocks, order), torch.float32)
+    assert torch.equal(found, plain(blocks, torch.float32)[:, order])
 
 
 def test_a_matrix_without_whole_blocks(models: dict[str, Path], tmp_path: Path) -> None:
@@ -488,6 +498,22 @@ def test_experts_of_a_file_that_do_not_fit_are_named(
     file = write_gguf(tmp_path / "model.gguf", folder)
     with pytest.raises(UnsupportedModelError, match=rf"model\.gguf: .*{message}"):
         load_config(file)
+
+
+@pytest.mark.parametrize("name", ["ministral3", "ernie-moe", "glm4-moe", "qwen3-5-moe"])
+def test_any_value_of_the_metadata_is_read_or_refused(
+    name: str, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = read_gguf(write_gguf(tmp_path / "model.gguf", models[name]))
+    architecture = f"{file.metadata['general.architecture']}."
+    further = ("leading_dense_block_count", "interleave_moe_layer_step", "full_attention_interval")
+    keys = {key for key in file.metadata if key.startswith(architecture)}
+    for key in sorted(keys | {architecture + each for each in further}):
+        for value in (None, -1, 0, 3, 1 << 31, False, "", "x", float("nan"), float("inf")):
+            changed = replace(file, metadata={**file.metadata, key: value})
+            monkeypatch.setattr("paceline.convert.gguf.read_gguf", lambda _, found=changed: found)
+            with suppress(UnsupportedModelError):
+                GgufModel(file.path).read_config("auto")
 
 
 @pytest.fixture

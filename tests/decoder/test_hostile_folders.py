@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from decoder_cases import save_model
+from decoder_cases import changed, save_model
 from safetensors.torch import load_file, save_file
 
 from paceline.convert import load_decoder, open_model, weights_fingerprint
+from paceline.decoder import UnsupportedModelError
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -91,9 +92,11 @@ VALUES: list[tuple[str, Any]] = [
     ("num_key_value_heads", 0), ("hidden_act", []), ("hidden_act", 3), ("rope_scaling", 7),
     ("rope_scaling", {"rope_type": "yarn", "factor": -2}),
     ("rope_scaling", {"rope_type": "dynamic", "factor": 2.0}),
+    ("head_dim", 3), ("rope_parameters", {"rope_type": "default", "rope_theta": None}),
+    ("rope_parameters", {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": -1}),
     ("tie_word_embeddings", "no"), ("dtype", "float99"), ("dtype", 3), ("layer_types", "x"),
 ]  # fmt: skip
-NAMED = {"rope_scaling": "rope", "layer_types": "layer"}
+NAMED = {"head_dim": "", "rope_parameters": "", "rope_scaling": "rope", "layer_types": "layer"}
 
 FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "no JSON": (content("config.json", b"{"), "config.json"),
@@ -152,6 +155,26 @@ def read(folder: Path) -> None:
     _ = source.tokenizer, source.chat_templates
     load_decoder(source)
     weights_fingerprint(source)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    ("name", "field", "of"),
+    [
+        ("ministral3", "rope_parameters", "llama_4_scaling_beta"),
+        ("glm4-moe", "routed_scaling_factor", ""),
+        ("granite", "embedding_multiplier", ""),
+        ("hunyuan", "rope_parameters", "alpha"),
+    ],
+)
+def test_constants_are_finite(
+    name: str, field: str, of: str, number: float, models: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = changed(models[name], tmp_path / "model")
+    found = json.loads((folder / "config.json").read_text())
+    fields("config.json", **{field: found[field] | {of: number} if of else number})(folder)
+    with pytest.raises(UnsupportedModelError, match=r"expected (a )?finite"):
+        read(folder)
 
 
 @pytest.mark.parametrize("name", FOLDERS)

@@ -162,8 +162,7 @@ def _smaller_bytes(path: Path, target: ModelSource) -> int:
     and what reading it raises."""
     from paceline.convert import open_model
     from paceline.convert.folder_files import part_paths
-    from paceline.convert.model_source import file_facts
-    from paceline.convert.store import code_digest
+    from paceline.convert.model_source import code_digest, file_facts
     from paceline.decoder import UnsupportedModelError
     from paceline.decoder.remembered import remembered
     from paceline.drafter.methods.base import SECTION

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -68,7 +69,7 @@ def decoder_config(
 
     dtype = _dtype(hf, requested)
     own = stored or _quantisation(hf) or str(dtype).removeprefix("torch.")
-    return DecoderConfig(
+    config = DecoderConfig(
         model_type=hf.model_type,
         layers=hf.num_hidden_layers,
         hidden=hf.hidden_size,
@@ -97,6 +98,11 @@ def decoder_config(
         gated=family.gated,
         **switches,
     )
+    for name, value in vars(config).items():
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, float) and not math.isfinite(number):
+                raise UnsupportedModelError(f"{name} has {number}, expected finite numbers")
+    return config
 
 
 def _context(hf: Any, family: Family) -> int:
@@ -147,6 +153,8 @@ def _dense_layers(hf: Any) -> tuple[int, ...]:
 def _refuse_unsupported(hf: Any) -> None:
     if hf.model_type not in FAMILIES:
         raise UnsupportedModelError(refusal("model type", hf.model_type, FAMILIES, vars(hf)))
+    if _head_dim(hf) % 2:
+        raise UnsupportedModelError(f"heads have an odd width, {_head_dim(hf)}")
     if _activation(hf) not in ("silu", "gelu_pytorch_tanh"):
         raise UnsupportedModelError(
             f"activation {_activation(hf)!r} is not supported, expected 'silu' or "
@@ -186,6 +194,11 @@ def rope_parameters(hf: Any, layers: str = "full_attention") -> dict[str, Any]:
     found = dict(found.get(layers, found))
     if found.get("rope_type") == "dynamic" and (alpha := found.pop("alpha", None)):
         width = _head_dim(hf)
+        if width == 2 or not 0 < float(alpha) < math.inf:
+            raise UnsupportedModelError(
+                f"alpha is {alpha!r} for heads of {width}, expected a finite one above 0 and more "
+                "than 2 dimensions"
+            )
         theta = found["rope_theta"] * float(alpha) ** (width / (width - 2))
         found |= {"rope_type": "default", "rope_theta": theta}
     return found
@@ -256,7 +269,8 @@ def rope_frequencies(
     found = rope_parameters(hf, layers)
     kind, width = found.get("rope_type", "default"), _rotary_width(hf)
     scaling = 1.0
-    if kind == "default" and found.get("rope_theta") is None:  # OLMo hybrids turn nothing
+    turns = found.get("rope_theta") is not None or hf.model_type != "olmo_hybrid"
+    if kind == "default" and not turns:
         inv_freq = torch.zeros(width // 2)
     elif kind == "default":
         exponents = torch.arange(0, width, 2, dtype=torch.float64) / width

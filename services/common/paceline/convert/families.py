@@ -342,8 +342,8 @@ def _ernie_gguf(values: Any) -> dict[str, Any]:
         "moe_num_experts": values.experts,
         "moe_k": values.count("expert_used_count"),
         "moe_num_shared_experts": values.shared_intermediate // values.intermediate,
-        "moe_layer_start_index": values.get("leading_dense_block_count", 0),
-        "moe_layer_interval": values.get("interleave_moe_layer_step", 1),
+        "moe_layer_start_index": values.get("leading_dense_block_count") or 0,
+        "moe_layer_interval": values.get("interleave_moe_layer_step") or 1,
         "moe_intermediate_size": values.intermediate,
     }
 

@@ -1,7 +1,7 @@
 """The interface of a model on disk, and what is kept of its files between starts.
 
-To import transformers takes longer than to load a small model. Its answers depend on the files and
-its version alone, so they are kept in the user's cache folder.
+To import transformers takes longer than to load a small model. Its answers depend on the files, its
+version and the code here alone, so they are kept in the user's cache folder.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import fields
-from functools import partial
+from functools import cache, partial
 from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import paceline.convert
+import paceline.decoder
+import paceline.kernels
 from paceline.convert.sandbox import Progress, run_in_child
 from paceline.convert.weights import Weight, WeightsOf
 from paceline.decoder.config import DecoderConfig, UnsupportedModelError, about
 from paceline.decoder.linear import is_rotated
-from paceline.decoder.remembered import remembered
+from paceline.decoder.remembered import digest_of_sources, remembered
 from paceline.formats import FLOATS
 from paceline.kernels.linear import PackedMatrix
 
@@ -48,6 +50,14 @@ def remembered_by_transformers(facts: tuple[object, ...], make: Callable[[], Any
 
 def _make(make: Callable[[], Any], _: Progress) -> Any:
     return make()
+
+
+@cache
+def code_digest() -> str:
+    """A digest of the code that reads models and packs them."""
+    packages = (paceline.convert, paceline.decoder, paceline.kernels)
+    folders = (Path(str(package.__file__)).parent for package in packages)
+    return " ".join(map(digest_of_sources, folders))
 
 
 def file_facts(path: Path) -> tuple[object, ...]:
@@ -83,14 +93,13 @@ class ModelSource(ABC):
         """The transformers config. Raises ``UnsupportedModelError`` if it cannot be read."""
 
     def config(self, weights: torch.dtype | str = "auto") -> DecoderConfig:
-        """The decoder's configuration, kept between starts.
+        """The decoder's configuration, kept between starts until the code that reads it changes.
 
         ``weights`` are float32, bfloat16, int8, int4, or auto for the stored format (bfloat16
         for float16). Raises ``UnsupportedModelError`` if an architecture, feature or format is not
         supported.
         """
-        names = [field.name for field in fields(DecoderConfig)]  # other versions have others
-        facts = ("config", names, str(weights), *self.config_facts())
+        facts = ("config", code_digest(), str(weights), *self.config_facts())
         with about(self.path):
             return DecoderConfig.from_json(
                 remembered_by_transformers(facts, partial(_read_config, self, weights))

@@ -23,14 +23,11 @@ from typing import BinaryIO
 
 import torch
 
-import paceline.convert
-import paceline.decoder
-import paceline.kernels
 from paceline.convert import open_model
 from paceline.convert.fastest import faster_weights
 from paceline.convert.fim import fim_tokens
 from paceline.convert.folder_files import part_paths
-from paceline.convert.model_source import ModelSource, file_facts
+from paceline.convert.model_source import ModelSource, code_digest, file_facts
 from paceline.convert.pack import Packer
 from paceline.convert.sandbox import Progress, run_in_child
 from paceline.decoder.config import DecoderConfig, about
@@ -46,7 +43,7 @@ from paceline.decoder.packed_model import (
     digest_of,
     read_entry,
 )
-from paceline.decoder.remembered import cache_folder, digest_of_sources
+from paceline.decoder.remembered import cache_folder
 from paceline.device import CPU, device_of
 
 _log = logging.getLogger(__name__)
@@ -283,14 +280,6 @@ def _entry(path: Path, weights: str, lora: str, code: str) -> Path:
     key = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
     name = re.sub(r"[^\w.-]", "_", path.resolve().stem)[:64]
     return cache_folder("packed") / f"{name}-{weights}-{key}"
-
-
-@cache
-def code_digest() -> str:
-    """A digest of the code that packs."""
-    packages = (paceline.convert, paceline.decoder, paceline.kernels)
-    folders = (Path(str(package.__file__)).parent for package in packages)
-    return " ".join(map(digest_of_sources, folders))
 
 
 def _files(path: Path) -> list[Path]:

@@ -128,11 +128,14 @@ def in_order(weight: Weight, rows: Tensor) -> Weight:
 
 
 def in_columns(weight: Weight, columns: Tensor) -> Weight:
-    """The matrix with its columns in another order, int64 ``[ins]``, which keeps those of blocks
-    together."""
+    """The matrix with its columns in another order, int64 ``[ins]``: floats, if that does not keep
+    those of blocks together."""
     if isinstance(weight, Tensor):
         return weight[:, columns.to(weight.device)]
-    blocks = columns[::QUANT_BLOCK] // QUANT_BLOCK
+    places = columns.view(-1, QUANT_BLOCK)
+    if (places.diff() != 1).any() or (places[:, 0] % QUANT_BLOCK).any():
+        return weight.dequantise()[:, columns]
+    blocks = places[:, 0] // QUANT_BLOCK
     minimum = None if weight.minimum is None else weight.minimum[:, blocks]
     values = weight.values[:, columns]
     return replace(weight, values=values, scale=weight.scale[:, blocks], minimum=minimum)
