@@ -15,10 +15,10 @@ BUDGET = {
     "services/common": 17_863,
     "services/verifier": 10_320,
     "services/drafter": 10_443,
-    "client": 17_487,
+    "client": 17_490,
     "train": 5_968,
     "bench": 7_461,
-    "tests": 51_423,
+    "tests": 51_437,
 }  # maximum number of lines
 SLACK = 0.01  # a folder that is smaller than its budget by a larger share lowers it
 _PRODUCT = ("kernels", "services", "client")

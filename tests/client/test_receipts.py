@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from fakes.verifier import World, continuation
 
 from paceline.cli.main import main
 from paceline.client import Client, InvalidRequestError, Receipt
+from paceline.client._receipt import NumericsRule, differing
 
 PROMPT = [104, 105, 106]
 SHAPING = {
@@ -173,6 +175,15 @@ async def test_a_check_names_another_model_and_other_numerics(world: World, clie
     assert world.verifier.made == before, "nothing was generated"
 
 
+def test_rules_that_are_written_alike_differ_too() -> None:
+    """Digests are written in part."""
+    one, other = (NumericsRule("check", "", "", {"logits": "0" * 63 + end}) for end in "12")
+    assert differing([one], [other]) == [
+        "check: logits 0000000000000000, here logits 0000000000000000"
+    ]
+    assert not differing([one, other], [other, one])
+
+
 async def test_the_command_says_what_is_no_receipt(
     world: World, client: Client, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -185,6 +196,9 @@ async def test_the_command_says_what_is_no_receipt(
 
     receipt = await receipt_of(client)
     assert await check(receipt.to_text()) == (0, "equal: 20 tokens\n", "")
+    other = replace(receipt, model="m\nequal: 20 tokens\x1b[A", fingerprint="0" * 64)
+    code, out, error = await check(other.to_text())
+    assert (code, out.count("\n"), "\x1b" in out, error) == (3, 1, False, "")
     for content, message in (("{}", "has the missing field 'drafts'"), ("[", "it is no JSON")):
         code, out, error = await check(content)
         assert (code, out, error.count("\n")) == (2, "", 1)

@@ -22,6 +22,7 @@ from paceline.harness import ProcessFailed, ServiceProcess
 from paceline.harness.models import MODEL, local_model
 from paceline.service.files import read_text
 from paceline.service.options import OptionsError
+from paceline.service.runtime import printable
 
 _CODES = {"equal": 0, "different": 1, "model": 3, "numerics": 3}
 
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         with exit_with(2, OptionsError, ValueError):
             client = client_of(args)
         found = run_async(_check(client, receipt))
-    print(found.message)
+    print(printable(found.message))  # on one line, whatever names a receipt has
     return _CODES[found.outcome]
 
 

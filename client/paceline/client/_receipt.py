@@ -77,9 +77,11 @@ def differing(one: Numerics, other: Numerics) -> list[str]:
     is described is equal."""
     found = {}
     for region in dict.fromkeys(rule.region for rule in (*one, *other)):
-        sides = ([str(e) for e in rules if e.region == region] for rules in (one, other))
-        left, right = ("; ".join(sorted(side)) or "nothing" for side in sides)
-        if left != right:
+        sides = [
+            sorted((e for e in rules if e.region == region), key=repr) for rules in (one, other)
+        ]
+        left, right = ("; ".join(map(str, side)) or "nothing" for side in sides)
+        if sides[0] != sides[1]:
             found[region] = f"{region}: {left}, here {right}"
     if len(found) > 1:
         found.pop("check", None)
@@ -266,7 +268,7 @@ def _rule(name: str, value: object) -> NumericsRule:
     fields = _fields(name, value, NumericsRule._fields)
     constants = fields.pop("constants")
     region, case, implementation = _texts(name, fields, NumericsRule._fields[:3])
-    names = list(constants) if isinstance(constants, dict) else []
+    names = sorted(constants) if isinstance(constants, dict) else []
     texts = _texts(f"{name}.constants", constants, names)
     return NumericsRule(region, case, implementation, dict(zip(names, texts, strict=True)))
 
