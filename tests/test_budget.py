@@ -16,9 +16,9 @@ BUDGET = {
     "services/verifier": 10_320,
     "services/drafter": 10_443,
     "client": 17_490,
-    "train": 5_968,
+    "train": 5_972,
     "bench": 7_461,
-    "tests": 51_437,
+    "tests": 51_441,
 }  # maximum number of lines
 SLACK = 0.01  # a folder that is smaller than its budget by a larger share lowers it
 _PRODUCT = ("kernels", "services", "client")

@@ -1,5 +1,6 @@
 """Training of a small language model under KV budgets (BudgetDraft)."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -70,6 +71,9 @@ def test_budgets_are_drawn_as_in_the_paper() -> None:
     for wrong in ((), (4,), (16, PREFIX)):
         with pytest.raises(ValueError, match="expected at least one, from 8 on and below"):
             replace(PRESET, budgets=wrong)
+    for fields in ({"rank": -1}, {"adamw_rate": 0.0}, {"adamw_rate": math.nan}):
+        with pytest.raises(ValueError, match="expected 0 or more, and a finite one above 0"):
+            replace(PRESET, **fields)
 
 
 @pytest.mark.parametrize("rank", [2, 0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,6 +36,9 @@ class BudgetPreset:
     warm_up: int = 150  # steps in which the rate rises
 
     def __post_init__(self) -> None:
+        if self.rank < 0 or not 0 < self.adamw_rate < math.inf:
+            found = f"the rank is {self.rank} and the rate {self.adamw_rate}"
+            raise ValueError(f"{found}, expected 0 or more, and a finite one above 0")
         if not self.budgets or not _CHUNK <= min(self.budgets) <= max(self.budgets) < self.prefix:
             raise ValueError(
                 f"budgets are {self.budgets}, expected at least one, from {_CHUNK} on and below "
