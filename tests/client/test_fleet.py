@@ -10,7 +10,14 @@ import pytest
 from certificates import Authority, Pair
 from fakes.verifier import FakeVerifier, Service, World, continuation, status, verifier_service
 
-from paceline.client import Client, InvalidRequestError, RetryOptions, TlsOptions, UnavailableError
+from paceline.client import (
+    Client,
+    ClientClosedError,
+    InvalidRequestError,
+    RetryOptions,
+    TlsOptions,
+    UnavailableError,
+)
 from paceline.v1 import verifier_pb2_grpc
 
 PROMPT = [104, 105, 106]
@@ -443,3 +450,14 @@ async def test_every_call_carries_the_clients_name(world: World) -> None:
         }
         names.add(frozenset(name for _, name in world.verifier.clients))
     assert [len(each) for each in names] == [1, 1]
+
+
+async def test_a_closed_client_waits_for_no_verifier(short_folder: Path) -> None:
+    retry = RetryOptions(budget=3600, max_delay=0.05)
+    async with Client(f"unix:{short_folder}/none", cache_dir=None, retry=retry) as client:
+        waiting = asyncio.create_task(client.model())
+        await asyncio.sleep(0)  # it begins
+        client.fail("it has ended")
+    async with asyncio.timeout(60):
+        with pytest.raises(ClientClosedError, match="it has ended"):
+            await waiting

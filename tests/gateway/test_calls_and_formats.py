@@ -12,6 +12,7 @@ from paceline.gateway.answer_grammar import answer_grammar
 from paceline.gateway.channels import CHANNEL_MARKS, marks_of, parser_of
 from paceline.gateway.requests import ChatRequest, Function, Tool, ToolUse
 from paceline.gateway.tool_calls import BLOCKS, CALL_MARKS, THOUGHT_MARKS, THOUGHTS
+from paceline.sampling.json_schema import embedded
 
 from .conftest import Serve
 from .test_call_forms import FORMS, HARMONY, TOOLS, parsed, special_codec
@@ -191,6 +192,7 @@ ODD: list[dict[str, Any]] = [
     {"oneOf": [{"type": "string"}, {"minLength": 2}]},
     {"type": "array", "uniqueItems": True},
     {"format": "binary"},
+    {"type": "object", "patternProperties": {"^(?!a)": {}}, "additionalProperties": False},
 ]
 
 
@@ -279,6 +281,59 @@ async def test_marks_that_messages_quote_are_no_form_of_the_model(serve: Serve) 
             _, _, body = await served.post("/v1/chat/completions", messages=asked, tools=[TOOL])
             assert body["choices"][0]["message"]["content"] == "Hm."
             assert bool(served.transport.requests[-1].sampling.grammar) == armed
+
+    # Calls, tools and parts of messages quote too, and templates print them as JSON.
+    quoting = 'Write "<tool_call>",\n<think> or <|tool_call|>.'
+    call = {"id": "a", "function": {"name": "weather", "arguments": {"city": quoting}}}
+    asked = [
+        {"role": "user", "content": [{"type": "text", "text": each} for each in ("x", quoting)]},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "content": "x"},
+    ]
+    function = {**TOOL["function"], "description": quoting}
+    template = "{{ tools | tojson }}{{ messages | tojson }}{{ messages[0].content[1].text }}"
+    async with serve(MockTransport("Hm."), chat_template=template) as served:
+        tools = [{"type": "function", "function": function}]
+        for budget in (None, 3):
+            status, _, body = await served.post(
+                "/v1/chat/completions", messages=asked, tools=tools, thinking_token_budget=budget
+            )
+            assert (status, served.transport.requests[-1].sampling.grammar) == (200, ""), body
+
+
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [
+        ({"properties": {f"a{i}": {"type": "integer"} for i in range(300)}}, "more than"),
+        (
+            {"$id": "http://a/", "properties": {"a": {"$id": "http://["}}},
+            "cannot be read as a JSON schema",
+        ),
+    ],
+)
+async def test_schemas_that_make_no_grammar(
+    serve: Serve, parameters: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long one leaves calls free, or is refused beside what must be bound; no more is made of it
+    than a verifier takes."""
+    copies = []
+    monkeypatch.setattr(
+        "paceline.gateway.answer_grammar.embedded",
+        lambda *given: copies.append(given) or embedded(*given),
+    )
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    template = f"<tool_call> <function= {PROMPT}"
+    async with serve(MockTransport("Hm."), chat_template=template) as served:
+        asked = {"messages": [{"role": "user", "content": "x"}], "tools": [tool]}
+        for bound in ({}, {"response_format": FORMAT}):
+            status, headers, body = await served.post("/v1/chat/completions", **asked, **bound)
+            if status == 200:
+                assert said in headers["x-paceline-warning"]
+            else:
+                assert (status, body["error"]["param"]) == (400, "tools")
+                assert said in body["error"]["message"]
+            assert status == 400 or not bound
+    assert len(copies) < 20
 
 
 def test_a_format_that_is_no_json_is_refused() -> None:

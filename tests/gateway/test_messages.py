@@ -1,5 +1,6 @@
 """`/v1/messages`: conversations, answers whole and streamed, errors, names of models."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -7,6 +8,9 @@ from typing import Any
 import aiohttp
 import pytest
 from fakes.transport import MockTransport
+
+from paceline.client import Client
+from paceline.gateway import OneModel
 
 from .conftest import Serve, Served
 from .test_edge import SlowTransport
@@ -198,6 +202,13 @@ ANSWERS: list[tuple[dict[str, Any], str, list[Any], str, str | None]] = [
         "tool_use",
         None,
     ),
+    (
+        {"tools": [RIDE]},
+        CALL.replace('{"laps": 3}', r'"{\"laps\": NaN}"'),  # no JSON
+        [called("", input='{"laps": NaN}')],
+        "tool_use",
+        None,
+    ),
     ({"tools": [RIDE], "max_tokens": 30}, CALL, [text(CALL[:30])], "max_tokens", None),
     (
         {},
@@ -254,6 +265,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id"),
     ({"messages": [{"role": "robot", "content": "a"}]}, "messages.0.role"),
     ({"max_tokens": 0}, "max_tokens"),
+    ({"metadata": {"user_id": "[" * 100_000}}, "user: String should have at most"),
     ({"stop_sequences": ["a"] * 17}, "stop_sequences"),
     ({"tools": [{"name": "ride"}]}, "input_schema"),
     ({"tools": [RIDE], "tool_choice": {"type": "tool", "name": "fly"}}, "'fly'"),
@@ -311,6 +323,23 @@ async def test_a_slow_stream_begins_with_pings(serve: Serve) -> None:
                 assert await response.content.readline() == b"event: ping\n"
                 transport.prefill.set()
                 assert b"event: message_start" in await response.content.read()
+
+
+async def test_counted_tokens_are_one_answer(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if `stream` is asked for, and the model takes long to load."""
+    acquire = OneModel.acquire
+
+    async def slow(*given: Any, **options: Any) -> Client:
+        await asyncio.sleep(0.1)
+        return await acquire(*given, **options)
+
+    monkeypatch.setattr(OneModel, "acquire", slow)
+    transport = MockTransport("ok")
+    async with serve(transport, chat_template=TEMPLATE, keep_alive_seconds=0.01) as served:
+        status, _, body = await served.post(
+            "/v1/messages/count_tokens", messages=[USER], stream=True
+        )
+    assert (status, [*body]) == (200, ["input_tokens"])
 
 
 async def test_what_cannot_be_done_is_named_in_a_warning(served: Served) -> None:

@@ -210,13 +210,13 @@ async def test_events(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", ["completions", "chat/completions", "responses"])
+@pytest.mark.parametrize("path", ["completions", "chat/completions", "responses", "messages"])
 async def test_a_receipt_is_in_the_answer_or_its_last_event(
     serve: Serve, path: str, stream: bool
 ) -> None:
     text = {"completions": "prompt", "responses": "input"}
     body: Any = {text.get(path, "messages"): "hi", "seed": 3, "stream": stream}
-    if path == "chat/completions":
+    if path in ("chat/completions", "messages"):
         body["messages"] = [{"role": "user", "content": "hi"}]
     async with serve(MockTransport("Hello"), chat_template=PLAIN) as served:
         for asked in (True, False):
@@ -225,6 +225,7 @@ async def test_a_receipt_is_in_the_answer_or_its_last_event(
             assert "x-paceline-warning" not in headers
             lines = content.split("\n") if stream else [f"data: {content}"]
             events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+            events = [event for event in events if event.get("type") != "message_stop"]
             choices = [event["choices"][0] for event in events if event.get("choices")]
             found = choices or [event.get("response", event) for event in events]
             assert ["receipt" in each for each in found] == [False] * (len(found) - 1) + [asked]

@@ -212,7 +212,9 @@ class Client:
         return await self._state.fleet.drafters()
 
     def fail(self, message: str) -> None:
-        """Stops all generations: awaiting one raises ClientClosedError with the message."""
+        """Stops all generations, and waits for a verifier: they raise ClientClosedError with the
+        message."""
+        self._state.fleet.ended = message
         for generation in self._state.generations:
             generation.fail(message)
 

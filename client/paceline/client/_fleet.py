@@ -13,7 +13,13 @@ from typing import Literal, TypeVar
 
 from paceline.v1 import drafter_pb2, verifier_pb2
 
-from ._errors import NotFoundError, PacelineError, PreconditionError, UnavailableError
+from ._errors import (
+    ClientClosedError,
+    NotFoundError,
+    PacelineError,
+    PreconditionError,
+    UnavailableError,
+)
 from ._options import RetryOptions
 from ._receipt import Numerics, differing, numerics_of
 from ._text import Model, TextCodec, TokenizerCache
@@ -317,6 +323,7 @@ class Fleet:
         self._tokenizers = tokenizers
         self.retry = retry  # when all verifiers are unreachable or full
         self.prefixes = PrefixTable()
+        self.ended = ""  # why no verifier is looked for any more; empty: one is
         self._model: Model | None = None
         self._loading = asyncio.Lock()
         self._logged: set[str] = set()
@@ -331,7 +338,7 @@ class Fleet:
 
     async def model(self) -> Model:
         """The served model. Raises UnavailableError if no verifier could be used until the retry
-        budget was spent."""
+        budget was spent, and ClientClosedError if the client was closed meanwhile."""
         return await retry_unavailable(self._current_model, Attempts(self.retry))
 
     async def choose(
@@ -440,6 +447,8 @@ class Fleet:
         await self.verifiers.close()
 
     async def _current_model(self) -> Model:
+        if self.ended:
+            raise ClientClosedError(self.ended)
         await self._ask()
         if not any(each.usable for each in self.verifiers.members):
             raise self.unavailable()

@@ -388,6 +388,7 @@ class ClientState:
     async def close(self) -> None:
         """Stops all generations, waits a while for the release of their caches, disconnects."""
         self.closed = True
+        self.fleet.ended = self.fleet.ended or "the client was closed"
         for generation in self.generations:
             generation.fail("the client was closed during the generation")
         closing = [

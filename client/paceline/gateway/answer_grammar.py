@@ -14,6 +14,7 @@ from typing import Any
 
 from paceline.client import TextCodec
 from paceline.sampling.json_schema import WHITESPACE, embedded, schemas, without_annotations
+from paceline.service.limits import CONSTRAINT_BYTES
 
 from .channels import CHANNEL_MARKS
 from .errors import bad_request
@@ -25,6 +26,10 @@ _ARMED = ("<tool_call>", "<function=", "<|tool_call|>", "[TOOL_CALLS]")
 """Marks of calls in JSON or tags. Behind the others is Python, which stays free."""
 _GUIDANCE = {"whitespace_pattern": WHITESPACE, "lenient": True}
 _W = WHITESPACE
+
+
+class GrammarTooLong(Exception):
+    """A grammar is longer than constraints may be."""
 
 
 def answer_grammar(
@@ -42,7 +47,8 @@ def answer_grammar(
     tell, and `constraint`, a JSON schema or a regular expression, binds the answer that is no call.
     Otherwise it binds what comes behind the thought. `thought` is the mark that ends the thought in
     which the prompt ends; empty: none. `budget` is the maximum number of tokens of a thought, which
-    ends with the model's own mark then. Raises ApiError if its thoughts end with no token.
+    ends with the model's own mark then. Raises ApiError if its thoughts end with no token, and
+    GrammarTooLong: no verifier takes it.
     """
     made = _Grammar(use, codec, eos_token_ids, prompt, thought, budget)
     in_channels = made.ids.keys() >= CHANNEL_MARKS
@@ -54,7 +60,10 @@ def answer_grammar(
         return ""
     answer = _answer(constraint) if constraint else ""
     start = made.in_channels(answer) if in_channels else made.in_marks(answer)
-    return "\n".join([start, *made.rules])
+    grammar = "\n".join([start, *made.rules])
+    if len(grammar) > CONSTRAINT_BYTES:
+        raise GrammarTooLong
+    return grammar
 
 
 class _Grammar:
@@ -75,6 +84,7 @@ class _Grammar:
         self._use, self._prompt, self._thought = use, prompt, thought
         self._eos = eos_token_ids
         self._budget = budget
+        self._room = CONSTRAINT_BYTES
         self._calls = use.mode == "auto"
         self.armed = [mark for mark in _ARMED if self._calls and self._is_stated(mark)]
         self.thoughts = {
@@ -204,9 +214,13 @@ class _Grammar:
         return f"white ({body}{pairs})"
 
     def _rule(self, name: str, body: str) -> str:
-        """The name of a rule, which is added once."""
+        """The name of a rule, which is added once. Raises GrammarTooLong: there is no room for it,
+        which ends a grammar that would have a copy of a long schema for each of its properties."""
         rule = f"{name}: {body}"
         if rule not in self.rules:
+            self._room -= len(rule)
+            if self._room < 0:
+                raise GrammarTooLong
             self.rules.append(rule)
         return name
 
@@ -276,7 +290,8 @@ class _Grammar:
     def _tags(self, name: str, begin: str, end: str) -> str:
         """The arguments of a tool, each behind `begin` with its name and before `end`."""
         schema = self._schema(name)
-        named = schema.get("properties")
+        named, required = schema.get("properties"), schema.get("required")
+        required = required if isinstance(required, list) else []
         parts = ["white"]
         for key in named if isinstance(named, dict) else ():
             if types_of(schema, key).isdisjoint({"string"}):
@@ -289,7 +304,7 @@ class _Grammar:
             else:
                 value = self._rule("text[lazy]", rf"/(.|\n)*{_in_pattern(end)}/").partition("[")[0]
             tag = f"{begin.format(json.dumps(key, ensure_ascii=False)[1:-1])} {value} white"
-            parts.append(tag if key in schema.get("required", ()) else f"({tag})?")
+            parts.append(tag if key in required else f"({tag})?")
         return " ".join(parts)
 
 
@@ -299,6 +314,10 @@ def _guided(schema: dict[str, Any]) -> dict[str, Any]:
     copied: dict[str, Any] = json.loads(without_annotations(json.dumps(schema)))
     for each in list(schemas(copied)):
         pattern, reference = each.get("pattern"), each.get("$ref")
+        names = each.get("patternProperties")
+        if isinstance(names, dict) and not all(map(_is_plain, names)):
+            for keyword in ("patternProperties", "additionalProperties"):
+                each.pop(keyword, None)
         if isinstance(pattern, str) and not _is_plain(pattern):
             del each["pattern"]
         if isinstance(reference, str) and not reference.startswith("#"):

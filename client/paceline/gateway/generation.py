@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -31,7 +31,7 @@ from paceline.service.limits import CONSTRAINT_BYTES
 from paceline.telemetry.names import Span
 
 from .admission import Place
-from .answer_grammar import answer_grammar
+from .answer_grammar import GrammarTooLong, answer_grammar
 from .channels import marks_of
 from .errors import ApiError, bad_request
 from .infill import InfillRequest, fim_tokens, prompt_in_middle
@@ -54,6 +54,7 @@ _HOSTED = re.compile(r"(claude|codex|chatgpt|gpt(?!-oss)|o\d|gemini)\b")
 
 # Maximum number of texts of one request at once. More do not make a verifier's step more efficient.
 _MAX_CONCURRENT = 64
+_MAX_QUOTES = 1024  # texts with marks that are looked for; with more, marks are tokens alone
 _MARKED = re.compile("|".join(map(re.escape, (*BLOCKS, *THOUGHTS))))
 
 
@@ -211,23 +212,30 @@ class JobBuilder:
         continued = body.messages[-1].content if body.continue_final_message else ""
         thought = end_of_open_thought(text, text_of(continued or ""))
         common: dict[str, Any] = {"special_tokens": sorted(marks)}
+        changes = text.changes
         grammar, constraint, eos = "", body.constraint(), list(model.facts.eos_token_ids)
         if model.codec is not None and eos and "grammar" not in constraint:
-            told: str = text  # what the template says, without what messages may quote
-            for message in body.messages:
-                content = text_of(message.content or "").strip()
-                told = told.replace(content, "") if _MARKED.search(content) else told
+            told: str = text  # what the template says, without what others may quote
+            sent = [each.for_template() for each in body.messages]
+            sent += [each.for_template() for each in use.tools]
+            quotes = set(filter(_MARKED.search, _texts_in(sent)))
+            told = told if len(quotes) <= _MAX_QUOTES else ""
+            for quote in quotes:
+                for form in {quote, quote.strip(), json.dumps(quote, ensure_ascii=False)[1:-1]}:
+                    told = told.replace(form, "")
             budget = body.thinking_token_budget
-            grammar = answer_grammar(use, constraint, model.codec, eos, told, thought, budget)
-        changes = text.changes
-        if (
-            len(grammar) > CONSTRAINT_BYTES
-            and not constraint
-            and body.thinking_token_budget is None
-        ):
-            grammar = ""
-            unbound = f"calls are not bound: their schemas have more than {CONSTRAINT_BYTES} bytes"
-            changes = "; ".join(filter(None, (changes, unbound)))
+            try:
+                grammar = answer_grammar(use, constraint, model.codec, eos, told, thought, budget)
+            except GrammarTooLong:
+                unbound = (
+                    f"calls are not bound: their schemas have more than {CONSTRAINT_BYTES} bytes"
+                )
+                if constraint or budget is not None:
+                    raise bad_request(unbound, "tools") from None
+                changes = "; ".join(filter(None, (changes, unbound)))
+            except ValueError as error:
+                why = f"the parameters of a tool cannot be read as a JSON schema: {error}"
+                raise bad_request(why, "tools") from None
         if grammar:
             common |= {**dict.fromkeys(CONSTRAINTS), "grammar": grammar}
         elif constraint:
@@ -304,6 +312,15 @@ class JobBuilder:
             same["json_schema"] = json.dumps(same["json_schema"])  # once, not for each text
         choices = [{**same, "seed": body.seed_of(choice)} for choice in range(body.n)]
         return GenerationJob(model, prompts, choices, body.stream_options, receipt=body.receipt)
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    """All texts within a value of JSON, names of fields included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for each in [*value, *(value.values() if isinstance(value, dict) else ())]:
+            yield from _texts_in(each)
 
 
 def _named(name: str, body: CommonRequest, job: GenerationJob) -> GenerationJob:

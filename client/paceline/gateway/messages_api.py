@@ -28,8 +28,8 @@ from .requests import (
     chat_of,
     text_of,
 )
-from .tool_calls import Call, Part, Reasoning
-from .writers import GeneratedText, Json, Writer, usage
+from .tool_calls import DECODER, Call, Part, Reasoning
+from .writers import GeneratedText, Json, Writer, told, usage
 
 PATH = "/v1/messages"
 _ERRORS = {
@@ -218,7 +218,7 @@ def _user(user_id: Any) -> str:
         return ""
     try:
         facts = json.loads(user_id)
-    except ValueError:
+    except (ValueError, RecursionError):
         facts = None
     if not isinstance(facts, dict):
         return _SESSION.sub("", user_id)
@@ -245,8 +245,8 @@ def error_body(error: ApiError) -> Json:
 def _input(arguments: str) -> dict[str, Any]:
     """Arguments of a call, which are an object for every client."""
     try:
-        value = json.loads(arguments)
-    except ValueError:
+        value = DECODER.decode(arguments)
+    except (ValueError, RecursionError):
         value = arguments
     return value if isinstance(value, dict) else {"input": value}
 
@@ -284,6 +284,7 @@ class MessagesWriter(Writer):
         message = self._message(result)
         delta = {name: message[name] for name in ("stop_reason", "stop_sequence")}
         last = {"type": "message_delta", "delta": delta, "usage": message["usage"]}
+        last |= told(self._job, result)
         return [*events, last, {"type": "message_stop"}]
 
     def total(self, results: Sequence[GenerationResult]) -> list[Json]:
@@ -351,7 +352,7 @@ class MessagesWriter(Writer):
                 "output_tokens_details": {"thinking_tokens": self._answer.reasoning_tokens},
                 **({"speculation": counted["speculation"]} if result else {}),
             },
-            **({"seed": result.seed} if result else {}),
+            **(told(self._job, result) if result else {}),
         }
 
     def _reason(self, result: GenerationResult) -> str:

@@ -164,12 +164,15 @@ class Gateway:
 
     async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
         with self.admission.enter() as place:
-            body = await self._read(request, place, messages_api.MessagesRequest)
+            body = await self._read(request, place, messages_api.MessagesRequest, whole=True)
             chat = await place.work(body.chat)
             return web.json_response({"input_tokens": await self._jobs.count(chat, place)})
 
-    async def _read(self, request: web.Request, place: Place, kind: type[AnyBody]) -> AnyBody:
+    async def _read(
+        self, request: web.Request, place: Place, kind: type[AnyBody], *, whole: bool = False
+    ) -> AnyBody:
         """Reads and validates a request. Its unknown fields are noted in `request[UNKNOWN_FIELDS]`.
+        Where the answer is always `whole`, no comments of a stream come before it.
 
         The content type must be JSON, which pages of other sites cannot send without CORS. Raises
         ApiError if the body is not a request of this kind, or does not arrive in time.
@@ -186,7 +189,7 @@ class Gateway:
         body, request[UNKNOWN_FIELDS] = await place.work(
             parse_request, content, kind, strict=strict
         )
-        if getattr(body, "stream", False):
+        if getattr(body, "stream", False) and not whole:
             place.patient = partial(kept_alive, request, self._options.keep_alive_seconds)
         return body
 

@@ -100,7 +100,7 @@ def _number(text: str) -> float:
 
 
 # Texts may have line breaks, as models write them. Numbers must be those of JSON.
-_DECODER = json.JSONDecoder(strict=False, parse_float=_number, parse_constant=_number)
+DECODER = json.JSONDecoder(strict=False, parse_float=_number, parse_constant=_number)
 
 
 @dataclass(frozen=True)
@@ -384,7 +384,7 @@ def _begins_call(text: str, names: frozenset[str]) -> bool:
         if key == "function":
             continue  # its object has the same keys
         try:
-            value, at = _DECODER.raw_decode(text, at)
+            value, at = DECODER.raw_decode(text, at)
         except (ValueError, RecursionError):
             begun = text[at:]
             if key == "name":
@@ -424,7 +424,7 @@ def _objects_in(text: str, use: ToolUse | None = None) -> tuple[list[tuple[str, 
         between = _BETWEEN.match(text) if use else None
         rest = text[between.end() :] if between else text.lstrip(_SEPARATORS)
         try:
-            value, end = _DECODER.raw_decode(rest)
+            value, end = DECODER.raw_decode(rest)
         except (ValueError, RecursionError):
             return calls, rest
         call = _as_call(value)
@@ -438,7 +438,7 @@ def _is_taken(value: dict[str, Any], call: tuple[str, str], use: ToolUse) -> boo
     """Whether an object is a call of a tool, with arguments of its schema and nothing else."""
     schemas = [tool.function.parameters for tool in use.tools if tool.function.name == call[0]]
     try:
-        arguments = _DECODER.decode(call[1])
+        arguments = DECODER.decode(call[1])
     except (ValueError, RecursionError):
         return False
     known = value.keys() <= {*_KEYS} and isinstance(arguments, dict)
@@ -467,7 +467,7 @@ def _named_objects_in(text: str) -> list[tuple[str, str]]:
         if found is None:
             return []
         try:
-            value, end = _DECODER.raw_decode(rest, found.end())
+            value, end = DECODER.raw_decode(rest, found.end())
         except (ValueError, RecursionError):
             return []
         calls.append((found["name"], _as_json(value)))
@@ -488,7 +488,7 @@ def _functions_in(text: str, use: ToolUse, ended: bool) -> tuple[list[tuple[str,
         arguments = _typed(name, pairs, use)
         if not pairs and rest.startswith("{", at):
             try:
-                value, at = _DECODER.raw_decode(rest, at)
+                value, at = DECODER.raw_decode(rest, at)
             except (ValueError, RecursionError):
                 break
             arguments = _as_json(value)
@@ -545,7 +545,7 @@ def _value(text: str, types: frozenset[str]) -> Any:
 def _literal(text: str) -> Any:
     """A value in JSON, or an array or object in Python. Raises what both parsers raise."""
     try:
-        return _DECODER.decode(text)
+        return DECODER.decode(text)
     except ValueError:
         if text[:1] not in tuple("[{(") or len(text) > _MAX_PYTHON:
             raise
@@ -556,7 +556,7 @@ def _literal(text: str) -> Any:
 def _is_json(text: str, *, front: bool = False) -> bool:
     """Whether a text is JSON, or begins with it (`front`)."""
     try:
-        (_DECODER.raw_decode if front else _DECODER.decode)(text)
+        (DECODER.raw_decode if front else DECODER.decode)(text)
     except (ValueError, RecursionError):
         return False
     return True
