@@ -15,10 +15,10 @@ BUDGET = {
     "services/common": 17_863,
     "services/verifier": 10_320,
     "services/drafter": 10_443,
-    "client": 17_542,
+    "client": 17_584,
     "train": 5_972,
     "bench": 7_461,
-    "tests": 51_544,
+    "tests": 51_557,
 }  # maximum number of lines
 SLACK = 0.01  # a folder that is smaller than its budget by a larger share lowers it
 _PRODUCT = ("kernels", "services", "client")

@@ -110,7 +110,7 @@ def test_one_call_is_close_to_the_operations_one_by_one(
         keys = [
             plane[:, block.start : block.stop].clone()
             for cache, block in zip(caches, blocks, strict=True)
-            for plane in cache.layer(1)
+            for plane in cache.layer(decoder.config.kv_layers - 1)
         ]
         into += [result.logits, *result.taps, *observer.q.values(), *keys]
         into += observer.scores.values()

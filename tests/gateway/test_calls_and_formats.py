@@ -193,6 +193,19 @@ ODD: list[dict[str, Any]] = [
     {"type": "array", "uniqueItems": True},
     {"format": "binary"},
     {"type": "object", "patternProperties": {"^(?!a)": {}}, "additionalProperties": False},
+    # Of careless programs.
+    {"type": "any"},
+    {"type": ["string", None]},
+    {"type": []},
+    {"enum": "x"},
+    {"enum": []},
+    {"type": "integer", "minimum": "0"},
+    {"type": "string", "maxLength": True},
+    {"type": "object", "properties": ["x"]},
+    {"type": "object", "properties": {"x": "string"}},
+    {"type": "array", "items": "string"},
+    {"type": "object", "required": "x"},
+    {"$ref": "#/$defs/missing"},
 ]
 
 

@@ -9,23 +9,56 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from paceline.client import TextCodec
-from paceline.sampling.json_schema import WHITESPACE, embedded, schemas, without_annotations
+from paceline.sampling.json_schema import (
+    WHITESPACE,
+    embedded,
+    schemas,
+    value_at,
+    without_annotations,
+)
 from paceline.service.limits import CONSTRAINT_BYTES
 
 from .channels import CHANNEL_MARKS
 from .errors import bad_request
 from .requests import ToolUse
 from .tool_calls import BLOCKS, CALL_MARKS, FUNCTOOLS, THOUGHT_MARKS, THOUGHTS
-from .tool_schemas import closed, types_of
+from .tool_schemas import ANY_TYPE, closed, types_of
 
 _ARMED = ("<tool_call>", "<function=", "<|tool_call|>", "[TOOL_CALLS]")
 """Marks of calls in JSON or tags. Behind the others is Python, which stays free."""
 _GUIDANCE = {"whitespace_pattern": WHITESPACE, "lenient": True}
 _W = WHITESPACE
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _are_types(value: Any) -> bool:
+    names = value if isinstance(value, list) else [value]
+    return bool(names) and all(isinstance(name, str) and name in ANY_TYPE for name in names)
+
+
+def _is_schema(value: Any) -> bool:
+    return isinstance(value, dict | bool)
+
+
+_VALID: dict[str, Callable[[Any], bool]] = {
+    "type": _are_types,
+    "enum": lambda value: isinstance(value, list) and bool(value),
+    "required": lambda value: isinstance(value, list),
+    "properties": lambda value: isinstance(value, dict) and all(map(_is_schema, value.values())),
+    "items": _is_schema,
+    "additionalProperties": _is_schema,
+    **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), _is_number),
+    **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems", "multipleOf"), _is_number),
+    **dict.fromkeys(("minProperties", "maxProperties"), _is_number),
+}
+"""What values of keywords may be. Careless programs send others."""
 
 
 class GrammarTooLong(Exception):
@@ -310,7 +343,7 @@ class _Grammar:
 
 def _guided(schema: dict[str, Any]) -> dict[str, Any]:
     """A schema as the grammar library reads it: without what it cannot read. What it does not
-    support is not enforced, since a call with such a schema is a call too."""
+    support, or what is malformed, is not enforced: a call with such a schema is a call too."""
     copied: dict[str, Any] = json.loads(without_annotations(json.dumps(schema)))
     for each in list(schemas(copied)):
         pattern, reference = each.get("pattern"), each.get("$ref")
@@ -320,9 +353,18 @@ def _guided(schema: dict[str, Any]) -> dict[str, Any]:
                 each.pop(keyword, None)
         if isinstance(pattern, str) and not _is_plain(pattern):
             del each["pattern"]
-        if isinstance(reference, str) and not reference.startswith("#"):
+        if "$ref" in each and not _leads(copied, reference):
             del each["$ref"]
+        for keyword in [name for name, valid in _VALID.items() if name in each]:
+            if not _VALID[keyword](each[keyword]):
+                del each[keyword]
     return {**copied, "x-guidance": _GUIDANCE}
+
+
+def _leads(root: dict[str, Any], reference: object) -> bool:
+    """Whether a reference is one to a schema within the root."""
+    local = isinstance(reference, str) and reference.startswith("#")
+    return local and _is_schema(value_at(root, str(reference)[1:]))
 
 
 def _is_plain(pattern: str) -> bool:
