@@ -15,7 +15,8 @@ trap 'rm -rf "$work"' EXIT
 
 # The newest pip: older ones download all wheels in a dry run, gigabytes of them.
 fetch_pip() {
-    "$python" -m pip install --quiet --retries 2 --target "$work/pip" --upgrade pip
+    timeout 60 "$python" -m pip install --quiet --retries 1 --timeout 5 --target "$work/pip" \
+        --upgrade pip
 }
 
 skip() {
