@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 BUDGET = {
     "kernels": 10_722,
-    "services/common": 17_863,
+    "services/common": 17_865,
     "services/verifier": 10_320,
     "services/drafter": 10_443,
     "client": 17_584,

@@ -206,8 +206,10 @@ class Decoder:
         return self._executor.native
 
     def rules(self) -> list[Rule]:
-        """What the bits of tokens depend on, on a CPU, besides weights and text."""
-        assert self.native is not None, "a CPU has compiled kernels"
+        """What the bits of tokens depend on, on a CPU, besides weights and text; empty where
+        operations run one by one, whose sums PyTorch orders."""
+        if self.native is None:
+            return []
         config = self.config
         types = {"hidden": config.dtype, "weights": config.weights, "kv": config.kv_dtype}
         names = {name: str(kind).removeprefix("torch.") for name, kind in types.items()}
