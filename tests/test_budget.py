@@ -15,7 +15,7 @@ BUDGET = {
     "services/common": 17_865,
     "services/verifier": 10_320,
     "services/drafter": 10_443,
-    "client": 17_584,
+    "client": 17_599,
     "train": 5_972,
     "bench": 7_461,
     "tests": 51_557,

@@ -10,10 +10,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from paceline.client import Chunk, GenerationResult, TokenLogprob
+from paceline.client import GenerationResult, TokenLogprob
 
 from .bodies import Body
-from .channels import Answer
 from .errors import ApiError
 from .generation import GenerationJob
 from .requests import (
@@ -26,10 +25,11 @@ from .requests import (
     TextPart,
     ToolUse,
     chat_of,
+    kind_of,
     text_of,
 )
 from .tool_calls import DECODER, Call, Part, Reasoning
-from .writers import GeneratedText, Json, Writer, told, usage
+from .writers import Json, PartsWriter, told, usage
 
 PATH = "/v1/messages"
 _ERRORS = {
@@ -86,8 +86,7 @@ class ResultBlock(_Cached):
 
 
 def _kind_of_block(block: Any) -> str:
-    kind = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
-    return _BLOCKS.get(kind, "Text") if isinstance(kind, str) else "Text"
+    return _BLOCKS.get(kind_of(block) or "", "Text")
 
 
 _Block = Annotated[
@@ -137,8 +136,7 @@ class MessagesTool(_Cached):
 
 
 def _kind_of_tool(tool: Any) -> str:
-    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
-    return "Other" if isinstance(kind, str) and kind != "custom" else "Function"
+    return "Function" if kind_of(tool) in (None, "custom") else "Other"
 
 
 _Tool = Annotated[
@@ -251,44 +249,28 @@ def _input(arguments: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {"input": value}
 
 
-class MessagesWriter(Writer):
+class MessagesWriter(PartsWriter):
     """Formats one answer: blocks that are a text, a thought or a call."""
 
     keep_alive = b'event: ping\ndata: {"type": "ping"}\n\n'
 
     def __init__(self, job: GenerationJob, use: ToolUse) -> None:
-        self._job = job
-        self._answer = Answer(use, job.marks, job.thought)
+        super().__init__(job, use)
         self._id = f"msg_{secrets.token_hex(12)}"
         self._blocks: list[Json] = []
-        self._open = ""  # type of the block that is not complete
-
-    def whole(self, texts: Sequence[GeneratedText]) -> Json:
-        (text,) = texts
-        assert text.result is not None
-        self._write(self._answer.push(text.chunks))
-        self._write(self._answer.flush())
-        self._close()
-        return self._message(text.result)
 
     def opening(self, index: int, prompt_logprobs: Sequence[TokenLogprob]) -> list[Json]:
         """The message without content."""
-        return [{"type": "message_start", "message": self._message(None)}, {"type": "ping"}]
-
-    def chunks(self, index: int, chunks: Sequence[Chunk]) -> list[Json]:
-        return self._write(self._answer.push(chunks))
+        return [{"type": "message_start", "message": self._body(None)}, {"type": "ping"}]
 
     def ending(self, index: int, result: GenerationResult) -> list[Json]:
         """The end of the last block, and what is known of the whole message."""
         events = self._write(self._answer.flush()) + self._close()
-        message = self._message(result)
+        message = self._body(result)
         delta = {name: message[name] for name in ("stop_reason", "stop_sequence")}
         last = {"type": "message_delta", "delta": delta, "usage": message["usage"]}
         last |= told(self._job, result)
         return [*events, last, {"type": "message_stop"}]
-
-    def total(self, results: Sequence[GenerationResult]) -> list[Json]:
-        return []  # the last events have the usage
 
     def failed(self, error: ApiError) -> list[Json]:
         return [error_body(error)]
@@ -333,7 +315,7 @@ class MessagesWriter(Writer):
     def _event(self, what: str, **fields: Any) -> Json:
         return {"type": f"content_block_{what}", "index": len(self._blocks) - 1, **fields}
 
-    def _message(self, result: GenerationResult | None) -> Json:
+    def _body(self, result: GenerationResult | None) -> Json:
         counted = usage(self._job, [result] if result else [])
         cached = counted["prompt_tokens_details"]["cached_tokens"]
         return {

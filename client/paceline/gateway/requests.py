@@ -189,9 +189,14 @@ class OtherTool(Body):
         yield f"{path}{self.type}.{name}" if isinstance(name, str) else f"{path}{self.type}"
 
 
+def kind_of(value: Any) -> str | None:
+    """The type of a part of a request, whether it is validated or not; None if it has none."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return kind if isinstance(kind, str) else None
+
+
 def _kind_of_tool(tool: Any) -> str:
-    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
-    return "Other" if isinstance(kind, str) and kind != "function" else "Function"
+    return "Function" if kind_of(tool) in (None, "function") else "Other"
 
 
 OrOtherTool = Annotated[

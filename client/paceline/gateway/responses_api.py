@@ -11,10 +11,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from paceline.client import Chunk, GenerationResult, InvalidRequestError, TokenLogprob
+from paceline.client import GenerationResult, InvalidRequestError, TokenLogprob
 
 from .bodies import Body, Refused
-from .channels import Answer
 from .errors import ApiError, bad_request, from_validation
 from .generation import GenerationJob
 from .requests import (
@@ -32,7 +31,7 @@ from .requests import (
     text_of,
 )
 from .tool_calls import Call, Part, Reasoning
-from .writers import GeneratedText, Json, Writer, told, usage
+from .writers import Json, PartsWriter, told, usage
 
 _PARAMS = {
     "messages": "input",
@@ -303,37 +302,24 @@ def errors_of_response() -> Iterator[None]:
         raise
 
 
-class ResponsesWriter(Writer):
+class ResponsesWriter(PartsWriter):
     """Formats one response: items that are a message or a call, and some fields of the request."""
 
     def __init__(self, job: GenerationJob, use: ToolUse, body: ResponsesRequest) -> None:
-        self._job = job
-        self._body = body
+        super().__init__(job, use)
+        self._request = body
         self._has_tools = bool(use.tools)
-        self._answer = Answer(use, job.marks, job.thought)
         self._id = _new_id("resp")
         self._created = int(time.time())
         self._output: list[Json] = []
-        self._open = ""  # type of the item that is not complete
         self._events = 0
-
-    def whole(self, texts: Sequence[GeneratedText]) -> Json:
-        (text,) = texts
-        assert text.result is not None
-        self._write(self._answer.push(text.chunks))
-        self._write(self._answer.flush())
-        self._close()
-        return self._response(text.result)
 
     def opening(self, index: int, prompt_logprobs: Sequence[TokenLogprob]) -> list[Json]:
         """The response without output."""
         return [
-            self._event(f"response.{state}", response=self._response(None))
+            self._event(f"response.{state}", response=self._body(None))
             for state in ("created", "in_progress")
         ]
-
-    def chunks(self, index: int, chunks: Sequence[Chunk]) -> list[Json]:
-        return self._write(self._answer.push(chunks))
 
     def ending(self, index: int, result: GenerationResult) -> list[Json]:
         """The end of the last item, and the whole response."""
@@ -341,11 +327,8 @@ class ResponsesWriter(Writer):
         if not self._output:
             events += self._begin("message")
         events += self._close()
-        response = self._response(result)
+        response = self._body(result)
         return [*events, self._event(f"response.{response['status']}", response=response)]
-
-    def total(self, results: Sequence[GenerationResult]) -> list[Json]:
-        return []  # the last event has the usage
 
     def failed(self, error: ApiError) -> list[Json]:
         """Two events, as of OpenAI: some clients read the error, others the response."""
@@ -360,7 +343,7 @@ class ResponsesWriter(Writer):
             self._event("error", message=told["message"], code=told["code"] or code, param=param),
             self._event(
                 "response.failed",
-                response=self._response(None) | {"status": "failed", "error": failure},
+                response=self._body(None) | {"status": "failed", "error": failure},
             ),
         ]
 
@@ -452,8 +435,8 @@ class ResponsesWriter(Writer):
         self._events += 1
         return event
 
-    def _response(self, result: GenerationResult | None) -> Json:
-        body = self._body
+    def _body(self, result: GenerationResult | None) -> Json:
+        body = self._request
         status, reason = "in_progress", None
         if result is not None:
             status = "incomplete" if result.finish_reason == "length" else "completed"

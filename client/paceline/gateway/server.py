@@ -32,6 +32,7 @@ from .bodies import CHANGES, UNKNOWN_FIELDS, AnyBody, parse_request
 from .errors import ApiError, bad_request
 from .generation import GenerationJob, JobBuilder, TextEvent, generate_texts
 from .infill import InfillRequest
+from .infill_writer import InfillWriter
 from .metrics import GatewayMetrics
 from .models import Models
 from .options import GatewayOptions
@@ -41,7 +42,6 @@ from .writers import (
     ChatWriter,
     CompletionWriter,
     EventStream,
-    InfillWriter,
     WholeResponse,
     Writer,
     kept_alive,

@@ -21,7 +21,6 @@ from .admission import Place
 from .channels import Answer
 from .errors import ApiError, from_error
 from .generation import GenerationJob, TextEvent
-from .infill import InfillRequest, selected
 from .requests import CompletionRequest, ToolUse
 from .tool_calls import Call, Part, Reasoning
 
@@ -167,6 +166,41 @@ class ChoicesWriter(Writer):
         }
 
 
+class PartsWriter(Writer):
+    """Formats one answer as a list of parts, each of which begins and ends: blocks or items."""
+
+    def __init__(self, job: GenerationJob, use: ToolUse) -> None:
+        self._job = job
+        self._answer = Answer(use, job.marks, job.thought)
+        self._open = ""  # type of the part that is not complete
+
+    def whole(self, texts: Sequence[GeneratedText]) -> Json:
+        (text,) = texts
+        assert text.result is not None
+        self._write(self._answer.push(text.chunks))
+        self._write(self._answer.flush())
+        self._close()
+        return self._body(text.result)
+
+    def chunks(self, index: int, chunks: Sequence[Chunk]) -> list[Json]:
+        return self._write(self._answer.push(chunks))
+
+    def total(self, results: Sequence[GenerationResult]) -> list[Json]:
+        return []  # the last events have the usage
+
+    @abstractmethod
+    def _write(self, parts: Sequence[Part]) -> list[Json]:
+        """Add what was generated; returns the events of it."""
+
+    @abstractmethod
+    def _close(self) -> list[Json]:
+        """End the part that is open, if one is; returns the events of its end."""
+
+    @abstractmethod
+    def _body(self, result: GenerationResult | None) -> Json:
+        """The whole answer with all parts so far; None: the text has not ended."""
+
+
 def told(job: GenerationJob, result: GenerationResult) -> Json:
     """The seed of a text, and its receipt, if it was asked for."""
     receipt = {"receipt": result.receipt.to_json()} if job.receipt and result.receipt else {}
@@ -253,72 +287,6 @@ class CompletionWriter(ChoicesWriter):
         if not chunk.logprobs or self._codec is None:
             return {}
         return of_completion(chunk.token_ids, chunk.logprobs, chunk.pieces, self._codec, offset)
-
-
-class InfillWriter(Writer):
-    """`/infill`, in the form of llama.cpp's server."""
-
-    def __init__(self, job: GenerationJob, body: InfillRequest) -> None:
-        self._job, self._fields = job, body.response_fields
-
-    def whole(self, texts: Sequence[GeneratedText]) -> Json:
-        (text,) = texts
-        assert text.result is not None
-        return self._last(text.result, text.result.text)
-
-    def opening(self, index: int, prompt_logprobs: Sequence[TokenLogprob]) -> list[Json]:
-        return []
-
-    def chunks(self, index: int, chunks: Sequence[Chunk]) -> list[Json]:
-        text = "".join(chunk.text for chunk in chunks)
-        return [{"index": 0, "content": text, "tokens": [], "stop": False}] if text else []
-
-    def ending(self, index: int, result: GenerationResult) -> list[Json]:
-        return [self._last(result, "")]
-
-    def total(self, results: Sequence[GenerationResult]) -> list[Json]:
-        return []  # the last event has it
-
-    def _last(self, result: GenerationResult, content: str) -> Json:
-        used = usage(self._job, [result])
-        cached = used["prompt_tokens_details"]["cached_tokens"]
-        prompt, predicted = used["prompt_tokens"], used["completion_tokens"]
-        reading, total = result.stats.first_token_ms, result.stats.total_ms
-        stop = "limit" if result.finish_reason == "length" else "eos"
-        answer = {
-            "index": 0,
-            "content": content,
-            "tokens": [],
-            "stop": True,
-            "model": self._job.model_name,
-            "tokens_predicted": predicted,
-            "tokens_evaluated": prompt,
-            "tokens_cached": cached,
-            "truncated": False,
-            "has_new_line": "\n" in result.text,
-            "stop_type": stop if result.stop_string is None else "word",
-            "stopping_word": result.stop_string or "",
-            "generation_settings": {
-                "n_ctx": self._job.model.facts.max_context,
-                "seed": result.seed,
-            },
-            "timings": {
-                **_timing("prompt", prompt - cached, reading),
-                **_timing("predicted", predicted, total - reading),
-            },
-            "speculation": used["speculation"],
-        }
-        return selected(answer, self._fields)
-
-
-def _timing(name: str, count: int, milliseconds: float) -> Json:
-    """Tokens and their time, in the form of llama.cpp."""
-    return {
-        f"{name}_n": count,
-        f"{name}_ms": milliseconds,
-        f"{name}_per_token_ms": milliseconds / max(1, count),
-        f"{name}_per_second": 1000 * count / max(1e-6, milliseconds),
-    }
 
 
 class ChatWriter(ChoicesWriter):
