@@ -142,11 +142,17 @@ def call(channel: grpc.aio.Channel, kind: str, raw: bool = False) -> Any:
 
 
 async def ask(channel: grpc.aio.Channel, kind: str, order: Any, **options: Any) -> Any:
-    """Send one order (text, or raw bytes) to a method of any kind; its first answer."""
+    """Send one order (text, or raw bytes) to a method of any kind; its first answer.
+
+    A stream of None stays silent: grpc.aio replaces the status of a call that is refused while a
+    message is on its way.
+    """
     raw = isinstance(order, bytes)
     request = order if raw else StringValue(value=order)
-    stub = call(channel, kind, raw)
-    running = stub(iter([request]) if kind.startswith("Stream") else request, **options)
+    streams = kind.startswith("Stream")
+    silent = streams and order is None
+    requests = [] if silent else [iter([request]) if streams else request]
+    running = call(channel, kind, raw)(*requests, **options)
     if kind.endswith("Unary"):
         answer = await running
     else:
