@@ -8,10 +8,20 @@ from pathlib import Path
 import pytest
 
 from paceline.bench.cli import add_arguments
+from paceline.bench.models import Models
 from paceline.bench.prompts import Prompt, chat_prompts
 from paceline.bench.table.engines import Answer
 from paceline.bench.table.figures import Cell, interval, sample, summarize
-from paceline.bench.table.run import BOUND, CATEGORIES, MIXED, SHORT, Phase, choose, run
+from paceline.bench.table.run import (
+    BOUND,
+    CATEGORIES,
+    MIXED,
+    SHORT,
+    Phase,
+    choose,
+    contestants,
+    run,
+)
 from paceline.convert import open_model
 from paceline.harness import read_prompts
 
@@ -149,6 +159,16 @@ def test_prompts_of_the_repository() -> None:
     prompts = {name: [Prompt([1])] * len(found) for name, found in texts.items()}
     assert set(choose(prompts, Phase(0.0, 1, 1.0), [])) == set(CATEGORIES)
     assert set(choose(prompts, Phase(0.7, 1, 1.0), [])) == {*SHORT, *BOUND}
-    assert set(choose(prompts, Phase(0.0, 1, 1.0), ["edit"])) == {"edit"}
+    assert set(choose(prompts, Phase(0.7, 1, 1.0), ["edit"])) == {"edit"}
     assert len(choose(prompts, Phase(0.0, 8, 1.0), [])[MIXED]) == 48
     assert set(choose(prompts, Phase(0.0, 8, 1.0), ["chat"])) == {"chat"}
+
+
+@pytest.mark.parametrize(("wanted", "loaded"), [("default", "one"), ("two", "two")])
+def test_a_request_without_a_name_has_the_first_drafter(wanted: str, loaded: str) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    words = ["table", "--weights", "bfloat16", "--drafter", "one=ngram", "--drafter", "two=ngram"]
+    args = parser.parse_args([*words, "--contestants", f"bfloat16 {wanted}"])
+    engines = contestants(args, Models(TARGET, TARGET), open_model(TARGET), Phase(0.0, 1, 1.0))
+    assert next(engines).modes[-1] == loaded

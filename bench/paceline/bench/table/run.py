@@ -25,6 +25,7 @@ from paceline.bench.record import Results, make_console
 from paceline.bench.table.engines import (
     AHEAD,
     ALWAYS_END,
+    DEFAULT,
     NONE,
     Answer,
     AnswerRequest,
@@ -238,8 +239,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def choose(prompts: Prompts, phase: Phase, wanted: list[str]) -> Prompts:
-    """Prompts of a phase: of several users those of the wanted categories, or a mixture of the
-    short ones whose answers are free; above temperature 0 all but edits and long documents."""
+    """Prompts of the wanted categories; without a wish all, above temperature 0 all but edits and
+    long documents, and of several users a mixture of the short ones whose answers are free."""
     if not set(SHORT) <= prompts.keys():
         return prompts
     if phase.users > 1 and not wanted:
@@ -247,8 +248,8 @@ def choose(prompts: Prompts, phase: Phase, wanted: list[str]) -> Prompts:
             each for row in zip(*(prompts[name] for name in SHORT), strict=False) for each in row
         ]
         return {MIXED: mixture}
-    names = (*SHORT, *BOUND) if phase.temperature else tuple(prompts)
-    return {name: prompts[name] for name in names if name in (wanted or names) and name in prompts}
+    names = wanted or ((*SHORT, *BOUND) if phase.temperature else tuple(prompts))
+    return {name: prompts[name] for name in names if name in prompts}
 
 
 def _wanted(args: argparse.Namespace, name: str) -> bool:
@@ -273,10 +274,12 @@ def contestants(
         kinds = ((True, False), (True, True))
     for weights, (always, ahead) in product(args.weights, kinds):
         end = AHEAD if ahead else ALWAYS_END if always else ""
+        # The first drafter is the one that requests have by default.
+        default = not end and _wanted(args, f"paceline {weights} {DEFAULT}")
         loaded = {
             name: spec
-            for name, spec in _drafters(args, models.target, weights)
-            if _wanted(args, f"paceline {weights} {name}{end}")
+            for place, (name, spec) in enumerate(_drafters(args, models.target, weights))
+            if _wanted(args, f"paceline {weights} {name}{end}") or (default and place == 0)
         }
         yield PacelineServices(
             models.target,
