@@ -11,7 +11,7 @@
 #define MAX_THREADS 256       /* threads of a team */
 #define MAX_ROTATED_INS 66311 /* 255 * 127 times it is a number of 32 bits */
 #define MAX_ROTATION 512      /* inputs that are rotated together */
-#define QUERY_TILE_ROWS 128   /* query rows of a tile: its scores of a chunk fit a core's cache */
+#define QUERY_TILE_ROWS 256   /* query rows of a tile: their scores fit a second-level cache */
 #define CHUNK 256             /* keys whose softmax is one step; see attention.c */
 
 /* Bytes. Hardware does not follow the order of keys; weights are one stream, and are fetched far
