@@ -358,7 +358,8 @@ def llama_server(
     command += ["--no-cache-prompt", "--top-k", "0", "--top-p", "1", "--min-p", "0"]
     kinds = {NONE: command, **{mode: [*command, "--spec-type", mode] for mode in modes}}
     if draft is not None:
-        kinds["draft model"] = [*command, "--model-draft", str(draft), "--draft-max", "4"]
+        drafts = ["--spec-type", "draft-simple", "--spec-draft-n-max", "4"]
+        kinds["draft model"] = [*command, "--spec-draft-model", str(draft), *drafts]
     return Server(
         f"llama.cpp {_format(model)}", kinds, every, lambda schema: {"json_schema": schema}
     )
