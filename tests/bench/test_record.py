@@ -74,7 +74,6 @@ def test_every_command_has_options_and_a_module(capsys: pytest.CaptureFixture[st
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     required = {
-        "widen": ["--target", "models/demo", "--output", "out"],
         "acceptance": ["--drafter", "ngram"],
         "papers": ["context"],
     }

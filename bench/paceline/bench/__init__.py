@@ -2,11 +2,10 @@
 
 - ``paceline bench table``: speed of every drafter and of transformers, llama.cpp, OpenVINO and any
   server with OpenAI's interface, on the same prompts of ``bench/prompts``, by category.
-- ``paceline bench round``: the parts of a round between drafter and verifier.
 - ``paceline bench acceptance``: accepted length of drafters, by depth, without services.
 - ``paceline bench papers``: what the papers measured, an experiment at a time.
-- ``paceline bench step``: a decoder step by rows and context, prefill and plain decoding, beside
-  their roofline and, with ``--rivals``, beside transformers, llama.cpp and OpenVINO.
+- ``paceline bench step``: a decoder step by rows and context, prefill and plain decoding; with
+  ``--rivals`` beside transformers and llama.cpp.
 - ``paceline bench quality``: what quantised weights change in a model's predictions.
 - ``paceline bench drills``: fault injection under load; what must hold, and whether it did.
 - ``make gpu-check``: the tests of ``tests/gpu``, then ``python -m paceline.bench.gpu``: speed of

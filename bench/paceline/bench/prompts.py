@@ -1,4 +1,4 @@
-"""Prompts: the demo's, long ones of any length, bound ones, and the user's own."""
+"""Prompts: the demo's, long ones, bound ones, and the user's own."""
 
 from __future__ import annotations
 
@@ -122,20 +122,6 @@ def demo_prompts(folder: Path, target: Path) -> list[list[int]]:
     """Beginnings of files that the demo target was not trained on, then of some that it was."""
     files = (folder / f"{name}.jsonl" for name in ("heldout", "trained"))
     return encode([each for file in files for each in read_prompts(file)], target)
-
-
-def long_prompts(folder: Path, target: Path, length: int, count: int) -> list[list[int]]:
-    """`count` pieces of `length` tokens of the held-out files, joined, at evenly spread offsets.
-
-    Raises:
-        ValueError: All files together are shorter than one piece.
-    """
-    files = sorted((folder / "heldout").glob("*.txt"))
-    [ids] = encode(["\n".join(file.read_text(encoding="utf-8") for file in files)], target)
-    if len(ids) < length:
-        raise ValueError(f"{folder}/heldout has {len(ids)} tokens, expected at least {length}")
-    step = (len(ids) - length) // max(1, count - 1)
-    return [ids[start : start + length] for start in (step * index for index in range(count))]
 
 
 def needle_prompts(texts: Sequence[list[int]], target: Path) -> list[list[int]]:

@@ -1,1 +1,1 @@
-"""Time of a decoder step beside its roofline and beside other engines."""
+"""Time of a decoder step, beside other engines."""

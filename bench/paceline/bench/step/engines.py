@@ -1,4 +1,4 @@
-"""Paceline's decoder, and what it is compared with: transformers, llama.cpp, OpenVINO, vLLM.
+"""Paceline's decoder, and what it is compared with: transformers and llama.cpp.
 
 An engine measures one context at a time. What it finds: ``prefill_s``, seconds of reading the
 context; ``tokens_per_s`` of plain decoding behind it; ``ms_N``, a step of N rows. Tokens are
@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import gc
 import json
-import random
 import statistics
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -33,8 +31,6 @@ CHUNK = 256  # rows of a prefill chunk, as the engine cuts a prompt; only its la
 _TRANSFORMERS_CHUNK = 2048  # tokens of a prefill that go through transformers at once
 _DECODED = 32  # tokens of plain decoding
 _STEPS = 5  # whose median counts
-PAUSE = 0.01  # time without a step before a cold one. Unit: seconds.
-PROMPT_ROWS = 200  # rows of a prompt before a cold step
 Figures = dict[str, float]
 
 
@@ -49,18 +45,11 @@ class StepEngine(Protocol):
 class PacelineEngine:
     """The decoder as the verifier calls it: binary trees, and prompts in chunks of `CHUNK` rows."""
 
-    def __init__(
-        self, target: Path, weights: str, *, synthetic: bool = False, cold: bool = False
-    ) -> None:
-        """Load the target.
-
-        Args:
-            synthetic: Contexts are random keys and values, and there is no prefill.
-            cold: Measure a row as other work leaves the caches, too: ``ms_1_paused`` after
-                `PAUSE` without a step, ``ms_1_behind_prompt`` after `PROMPT_ROWS` of another text.
-        """
+    def __init__(self, target: Path, weights: str, *, synthetic: bool = False) -> None:
+        """Load the target; contexts that are ``synthetic`` are random keys and values, and there is
+        no prefill."""
         self.name = f"paceline {weights}"
-        self._synthetic, self._cold = synthetic, cold
+        self._synthetic = synthetic
         self.decoder = load_decoder(target, weights, numerics="auto")  # as the verifier does
         gc.freeze()  # as the verifier does
 
@@ -80,11 +69,6 @@ class PacelineEngine:
         for count in rows:
             step = partial(self.step, cache, count, chunk=count >= CHUNK)
             found[f"ms_{count}"] = _median_ms(step)
-        if self._cold:
-            other = LocalCache(self.decoder.config)
-            one, prompt = partial(self.step, cache, 1), partial(self.step, other, PROMPT_ROWS, True)
-            found["ms_1_paused"] = _median_ms(one, partial(time.sleep, PAUSE))
-            found["ms_1_behind_prompt"] = _median_ms(one, prompt)
         began = time.perf_counter()
         for _ in range(_DECODED):
             self.step(cache, 1)
@@ -172,62 +156,13 @@ class LlamaCpp:
         }
 
 
-class Library:
-    """OpenVINO GenAI, vLLM or ik_llama.cpp in a process of its own, which may run another Python;
-    see ``program.py`` of the table. They offer no step of several rows.
-
-    Args:
-        name: Of the engine.
-        library: openvino, vllm or ik_llama.
-        python: Path of a Python that has it.
-        model: Hugging Face folder for vLLM, GGUF file for the others.
-        vocab: Number of token ids.
-    """
-
-    def __init__(self, name: str, library: str, python: str, model: Path, vocab: int) -> None:
-        self.name, self._vocab = name, vocab
-        program = Path(__file__).parents[1] / "table" / "program.py"
-        self._command = [python, str(program), library, str(model), "[]"]
-        self._process: subprocess.Popen[str] | None = None
-
-    def measure(self, context: int, rows: Sequence[int]) -> Figures:
-        """See :class:`StepEngine`. Raises ``OSError`` if the process ended."""
-        if self._process is None:  # it ends with its input, at the latest with this process
-            pipe = subprocess.PIPE
-            self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, text=True)
-            self._answer()
-        for new in (8, 1, _DECODED):  # the first time everything is slower
-            prompt = random.choices(range(self._vocab), k=context)
-            request = {"prompt": prompt, "tokens": new, "temperature": 0, "lookup": False}
-            assert self._process.stdin is not None
-            with suppress(BrokenPipeError):  # it has ended, as an empty answer says
-                self._process.stdin.write(json.dumps(request | {"seed": 0}) + "\n")
-                self._process.stdin.flush()
-            answer = self._answer()
-            if new == 1:
-                prefill = answer["seconds"]
-        came = len(answer["tokens"])
-        rate = (came - 1) / (answer["seconds"] - prefill) if came > 1 else 0.0
-        return {"prefill_s": prefill, "tokens_per_s": rate}
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise OSError(f"{self.name} ended with code {self._process.wait()}; see above")
-        return dict(json.loads(line))
-
-
 def _json(command: Sequence[str]) -> Any:
     return json.loads(subprocess.check_output(command))
 
 
-def _median_ms(step: Callable[[], object], before: Callable[[], object] | None = None) -> float:
+def _median_ms(step: Callable[[], object]) -> float:
     times = []
     for _ in range(_STEPS + 1):
-        if before is not None:
-            before()
         began = time.perf_counter()
         step()
         times.append((time.perf_counter() - began) * 1e3)

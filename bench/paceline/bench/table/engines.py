@@ -30,7 +30,7 @@ ALWAYS_END, AHEAD = " always", " ahead"
 # The modes of Paceline with the verifier's own sources: alone, and as a request that names no
 # drafter has them, with the default drafter where it adds to them. Neither remembers other texts.
 LOCAL, DEFAULT = "local", "default"
-_START_SECONDS = 900.0  # vLLM compiles, several of them at a time
+_START_SECONDS = 300.0
 _PROGRAM = Path(__file__).with_name("program.py")
 
 
@@ -299,8 +299,6 @@ class LibraryProcess:
         self, library: str, python: str, model: Path, eos: Sequence[int], every: int = 1
     ) -> None:
         self.name, self.every = f"{library} {_format(model)}", every
-        if library == "ik_llama":
-            self.modes = (NONE,)
         self._model, self._eos = model, json.dumps(list(eos))
         self._command = [python, str(_PROGRAM), library]
 

@@ -13,7 +13,6 @@ from paceline.bench.table.engines import AHEAD, ALWAYS_END, NONE, Answer, digest
 
 Sample = dict[str, Any]  # of one group of requests; see `sample`
 Cell = dict[str, dict[str, Any]]  # by contestant, `samples` by number of the group, and `figures`
-OURS = "paceline"
 _RESAMPLES = 1000
 # Figures that are means over steps, and the field of a sample that has their total.
 _A_STEP = {"checked_a_step": "checked", "draft_ms": "draft_ms", "step_ms": "verify_ms"}

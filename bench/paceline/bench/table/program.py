@@ -1,7 +1,6 @@
-"""Generates with transformers, OpenVINO GenAI, ik_llama.cpp or vLLM; started by its path, without
-Paceline.
+"""Generates with transformers or OpenVINO GenAI; started by its path, without Paceline.
 
-Arguments: transformers, openvino, ik_llama or vllm, the model, and the tokens that end a text.
+Arguments: transformers or openvino, the model, and the tokens that end a text.
 Reads requests and writes answers as lines of JSON; times are in seconds since the request.
 """
 
@@ -100,56 +99,11 @@ def openvino(model: Path, eos: list[int]) -> Generate:
     return generate
 
 
-def ik_llama(model: Path, eos: list[int]) -> Generate:
-    """The model in the format of its file, through the loop of the Python package."""
-    from ik_llama_cpp import IkLlama
-
-    threads = len(os.sched_getaffinity(0))
-    engine = IkLlama(str(model), n_ctx=8192, n_threads=threads, verbose=False)
-    context = engine._context
-    sample = context.sample
-
-    def generate(request: dict[str, Any], came: Callable[[], None]) -> list[int]:
-        def sampled(*arguments: Any, **named: Any) -> int:
-            token = int(sample(*arguments, **named))
-            came()
-            return token
-
-        context.sample = sampled
-        heat = request["temperature"]
-        found = engine.generate(
-            request["prompt"], max_tokens=request["tokens"], temperature=heat, top_k=0, top_p=1.0
-        )
-        return list(found)
-
-    return generate
-
-
-def vllm(model: Path, eos: list[int]) -> Generate:
-    """vLLM's engine in bfloat16, without a cache of prefixes; texts have no end."""
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{len(os.sched_getaffinity(0)) - 1}")
-    from vllm import LLM, SamplingParams
-    from vllm.inputs import TokensPrompt
-
-    engine = LLM(str(model), dtype="bfloat16", max_model_len=8192, enable_prefix_caching=False)
-
-    def generate(request: dict[str, Any], came: Callable[[], None]) -> list[int]:
-        params = SamplingParams(temperature=0, max_tokens=request["tokens"], ignore_eos=True)
-        prompt = TokensPrompt(prompt_token_ids=request["prompt"])
-        [found] = engine.generate(prompt, params, use_tqdm=False)
-        came()
-        return list(found.outputs[0].token_ids)
-
-    return generate
-
-
 def main() -> None:
     """Answer until the input ends. Libraries may print; their output goes to stderr."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    loads = (transformers, openvino, ik_llama, vllm)
-    [load] = [each for each in loads if each.__name__ == sys.argv[1]]
+    load = transformers if sys.argv[1] == "transformers" else openvino
     generate = load(Path(sys.argv[2]), json.loads(sys.argv[3]))
     print(json.dumps({"ready": True}), file=answers)
     for line in sys.stdin:

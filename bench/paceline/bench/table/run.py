@@ -26,7 +26,6 @@ from paceline.bench.table.engines import (
     AHEAD,
     ALWAYS_END,
     DEFAULT,
-    NONE,
     Answer,
     AnswerRequest,
     Contestant,
@@ -36,7 +35,6 @@ from paceline.bench.table.engines import (
     llama_server,
 )
 from paceline.bench.table.figures import Sample, sample, summarize, table
-from paceline.bench.table.vllm import LOOKUP, NGRAM, Vllm
 from paceline.cli.shipped import drafters_for
 from paceline.convert import ModelSource, open_model
 from paceline.harness import ProcessFailed
@@ -301,19 +299,10 @@ def contestants(
         yield llama_server(
             str(program), file, args.llama_modes, phase.users, draft=args.llama_draft, every=every
         )
-    if args.vllm_python and models.target.is_dir() and not phase.temperature:
-        drafters = dict(each.split("=", 1) for each in args.vllm_drafter)
-        modes = [NONE, NGRAM, LOOKUP, *(f"paceline {name}" for name in drafters)]
-        modes = [mode for mode in modes if _wanted(args, f"vllm bfloat16 {mode}")]
-        if modes:
-            yield Vllm(args.vllm_python, models.target, drafters, modes, phase.users, every=2)
     if phase.temperature or phase.users > 1:
         return
     library = partial(LibraryProcess, eos=source.config().eos_token_ids)
     python = args.openvino_python or (find_spec("openvino_genai") and sys.executable)
     if python and args.openvino_model:
         yield library("openvino", python, args.openvino_model, every=2)
-    python = args.ik_llama_python or (find_spec("ik_llama_cpp") and sys.executable)
-    if python:
-        yield from (library("ik_llama", python, file, every=2) for file in args.llama_model)
     yield library("transformers", sys.executable, models.target, every=4)
