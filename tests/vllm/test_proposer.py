@@ -398,5 +398,5 @@ def test_a_token_is_required_where_one_is_set(make: Make, monkeypatch: pytest.Mo
 
 def test_a_proposer_needs_no_package_that_vllm_lacks() -> None:
     """Models are read by drafter services, and not in vLLM's process."""
-    program = "import sys; sys.modules['gguf'] = None; import paceline.verifier.exchange_service"
+    program = "import sys; sys.modules['gguf'] = None; import paceline.vllm.exchange_service"
     subprocess.run([sys.executable, "-c", program], check=True)

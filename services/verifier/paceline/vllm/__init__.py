@@ -4,7 +4,8 @@
 "num_speculative_tokens": 8}``. vLLM decides tokens, memory and batches; see docs/vllm.md.
 
 ``settings`` reads the environment and vLLM's configuration; ``texts`` follows the requests of a
-batch; ``review`` says which drafters can be used; ``proposer`` drafts.
+batch; ``review`` says which drafters can be used; ``exchange_service`` and ``drafting_lock`` let
+services join beside vLLM's engine; ``proposer`` drafts.
 """
 
 from paceline.vllm.proposer import PacelineProposer

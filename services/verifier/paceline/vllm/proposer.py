@@ -27,14 +27,14 @@ from paceline.verifier.engine.drafted import (
     TracedRounds,
 )
 from paceline.verifier.engine.drafting import Drafting
-from paceline.verifier.engine.drafting_lock import DraftingLock
 from paceline.verifier.engine.links import Link
-from paceline.verifier.exchange_service import ExchangeService, serve
 from paceline.verifier.metrics import RoundMetrics
 from paceline.verifier.rpc.messages import read_tree
 from paceline.verifier.scheduler.costs import OUTLIER, flat_table, rising_table
 from paceline.verifier.scheduler.scheduler import Scheduler
 from paceline.verifier.telemetry import add_round
+from paceline.vllm.drafting_lock import DraftingLock
+from paceline.vllm.exchange_service import ExchangeService, serve
 from paceline.vllm.review import review
 from paceline.vllm.settings import TRIED, Settings, vllm_version
 from paceline.vllm.texts import RunningTexts, VllmText

@@ -17,8 +17,8 @@ from paceline.service.tasks import keep_running
 from paceline.telemetry.exporters import traced
 from paceline.v1 import exchange_pb2, exchange_pb2_grpc, verifier_pb2
 from paceline.verifier.engine.drafting import Drafting
-from paceline.verifier.engine.drafting_lock import DraftingLock
 from paceline.verifier.rpc.exchange import DraftExchangeServicer
+from paceline.vllm.drafting_lock import DraftingLock
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
