@@ -12,13 +12,13 @@ ROOT = Path(__file__).resolve().parent.parent
 
 BUDGET = {
     "kernels": 10_722,
-    "services/common": 17_865,
-    "services/verifier": 10_320,
-    "services/drafter": 10_443,
+    "services/common": 18_146,
+    "services/verifier": 10_321,
+    "services/drafter": 10_192,
     "client": 17_599,
     "train": 5_972,
-    "bench": 6_483,
-    "tests": 51_494,
+    "bench": 6_486,
+    "tests": 51_498,
 }  # maximum number of lines
 SLACK = 0.01  # a folder that is smaller than its budget by a larger share lowers it
 _PRODUCT = ("kernels", "services", "client")

@@ -15,7 +15,7 @@ from gguf_files import write_gguf
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
-from paceline.convert import weights_fingerprint
+from paceline.convert import prepare, weights_fingerprint
 from paceline.decoder import UnsupportedModelError
 from paceline.device import Device
 from paceline.drafter.methods.base import Budget, LoadError, Resources
@@ -198,18 +198,21 @@ def test_a_folder_with_its_own_embedding_needs_no_target(folder: Path, target: P
     assert first_tree(LongSpecDrafter.load(folder, {}, Resources())) == expected
 
 
-def test_the_embedding_stays_in_the_target_s_file(folder: Path, target: Path) -> None:
+def test_the_embedding_stays_in_the_packed_file(folder: Path, target: Path) -> None:
     """The file is mapped, so processes that use one target share the memory."""
     config, dtype = read_shape(LongSpecConfig, folder)
-    embedding = TargetEmbedding.read(folder, target, config, dtype, "cpu")
+    embedding = TargetEmbedding.read(folder, prepare(target), config, dtype, "cpu")
     spans = [
         tuple(int(end, 16) for end in line.split()[0].split("-"))
         for line in Path("/proc/self/maps").read_text().splitlines()
-        if line.endswith(str(target / "model.safetensors"))
+        if line.endswith("/weights.bin")
     ]
-    assert any(low <= embedding.embedding.data_ptr() < high for low, high in spans)
-    assert embedding.private_bytes == 4 * VOCAB * 32
-    assert load(folder, target).weight_bytes > embedding.private_bytes
+    assert isinstance(embedding.embedding, torch.Tensor)
+    assert embedding.head.packed is not None
+    for tensor in (embedding.embedding, embedding.head.packed.values):
+        assert any(low <= tensor.data_ptr() < high for low, high in spans)
+    assert embedding.private_bytes == 0
+    assert load(folder, target).weight_bytes == (folder / "model.safetensors").stat().st_size
 
 
 def first_tree(drafter: LongSpecDrafter) -> Any:
@@ -282,5 +285,6 @@ def test_tied_weights_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     target = write_model(tmp_path / "target", tie_word_embeddings=True)
     shape, _ = read_shape(LongSpecConfig, write_longspec(tmp_path / "drafter", target))
     monkeypatch.setattr(Device, "packs", False)
-    found = TargetEmbedding.read(tmp_path / "drafter", target, shape, torch.bfloat16, "cpu")
+    folder = tmp_path / "drafter"
+    found = TargetEmbedding.read(folder, prepare(target), shape, torch.bfloat16, "cpu")
     assert found.head.weight is found.embedding

@@ -216,11 +216,11 @@ def _has_trained(target: Path, model: ModelSource) -> bool:
 
 def _has_heads(model: ModelSource) -> bool:
     """Whether a target's own files have heads for multi-token prediction that can be read."""
+    from paceline.convert.mtp import read_heads
     from paceline.decoder import UnsupportedModelError
-    from paceline.drafter.methods.mtp import read_mtp
 
     try:
-        read_mtp(model)
+        read_heads(model)
     except UnsupportedModelError:
         return False
     return True
@@ -235,7 +235,7 @@ def _fitting(target: Path, model: ModelSource) -> Iterator[tuple[type[Drafter], 
     """
     from paceline.drafter.methods import method_class, method_names
     from paceline.drafter.methods.base import LoadError
-    from paceline.drafter.methods.checkpoint import check_target, read_fit
+    from paceline.drafter.methods.checkpoint import TargetRef, check_target, read_fit
 
     models = models_folder()
     groups = {
@@ -250,7 +250,7 @@ def _fitting(target: Path, model: ModelSource) -> Iterator[tuple[type[Drafter], 
             if fit.vocab_size != vocab_size:
                 continue
             try:
-                check_target(folder, model, fit)
+                check_target(folder, TargetRef.of(model), fit)
                 method = method_class(name)
             except LoadError:  # made for another target, or a method that cannot be imported
                 continue

@@ -104,7 +104,7 @@ def drafter_method(folder: Path, target: Path) -> str:
     """
     try:
         method = method_of_folder(folder)
-        check_target(folder, target, read_fit(folder))
+        check_target(folder, TargetRef.of(target), read_fit(folder))
     except (LoadError, UnsupportedModelError) as error:
         raise ValueError(str(error)) from error
     return method.method

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.bench.gpu.cases import EIGHT_BILLION, SMALL, report
-from paceline.bench.gpu.services import SEQUENCES, config_fields, write_drafters
+from paceline.bench.gpu.services import SEQUENCES, config_fields, write_drafters, write_target
 from paceline.decoder import DecoderConfig
 from paceline.device import device_of
 from paceline.drafter import Budget, GenerationInfo, Resources, Update
@@ -211,7 +211,10 @@ def drafts(device: torch.device) -> None:
     config = EIGHT_BILLION if large else replace(SMALL, layers=2, windows=(None, None), tied=False)
     with tempfile.TemporaryDirectory(prefix="pl") as temporary:
         folder = Path(temporary)
-        write_ends(folder / "target", config, device)
+        if large:  # nothing else of it is read
+            write_ends(folder / "target", config, device)
+        else:
+            write_target(folder / "target", config, device, 0)
         write_drafters(folder, folder / "target", config)
         for method, weights in product(("longspec", "dspark"), FORMATS):
             options = {"target": str(folder / "target"), "weights": weights}

@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from gguf import GGMLQuantizationType
@@ -49,7 +48,6 @@ from paceline.decoder.config import DecoderConfig, UnsupportedModelError
 from paceline.decoder.remembered import remembered
 from paceline.device import device_of
 from paceline.kernels import DeltaShape
-from paceline.kernels.linear import PackedMatrix, pack_quantised
 from paceline.kernels.quantised import QuantisedMatrix
 
 # Names of the token embedding and the final norm.
@@ -239,7 +237,6 @@ class GgufModel(ModelSource):
         self._metadata = Metadata(self._file)
         self._check_tensors()
         self._tokenizer = GgufTokenizer(self._file, self._metadata.vocab_size)
-        self._packed: WeakValueDictionary[str, PackedMatrix] = WeakValueDictionary()
 
     @property
     def name(self) -> str:
@@ -307,26 +304,10 @@ class GgufModel(ModelSource):
         return WeightsOf(stored, config, torch.device(device))
 
     def tensor(self, name: str, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-        return plain(self._read(name, dtype, device), dtype).to(device)
-
-    def table(
-        self, name: str, dtype: torch.dtype, device: torch.device | str
-    ) -> Tensor | PackedMatrix:
-        if not device_of(device).packs:
-            return self.tensor(name, dtype, device)
-        packed = self._packed.get(name)
-        if packed is None:
-            found = self._read(name, dtype, device)
-            if not isinstance(found, QuantisedMatrix):
-                return found
-            packed = self._packed[name] = pack_quantised(found)
-        return packed
-
-    def _read(self, name: str, dtype: torch.dtype, device: torch.device | str) -> Weight:
         weights = _Tensors(self._file, self._metadata, dtype, device)
         if name not in weights:
             raise UnsupportedModelError(f"{self.path} lacks the tensor {name!r}")
-        return weights[name]
+        return plain(weights[name], dtype).to(device)
 
     @cached_property
     def tokenizer(self) -> bytes:

@@ -17,7 +17,6 @@ from paceline.convert.folder_files import one_line, read_object
 from paceline.convert.model_source import ModelSource, file_facts
 from paceline.convert.weights import Tensors, Weight, fingerprint_files
 from paceline.decoder.config import DecoderConfig, UnsupportedModelError
-from paceline.kernels.linear import PackedMatrix
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
@@ -180,12 +179,6 @@ class LoraModel(ModelSource):
     def tensor(self, name: str, dtype: torch.dtype, device: torch.device | str) -> Tensor:
         found = self._base.tensor(name, dtype, device)
         return self.merge(name, found) if name in self._changes else found
-
-    def table(
-        self, name: str, dtype: torch.dtype, device: torch.device | str
-    ) -> Tensor | PackedMatrix:
-        found = name in self._changes
-        return self.tensor(name, dtype, device) if found else self._base.table(name, dtype, device)
 
     def merge(self, name: str, weight: Tensor) -> Tensor:
         """The weight of a tensor with what the adapter adds, summed in float32. Raises

@@ -28,7 +28,6 @@ from paceline.decoder.config import DecoderConfig, UnsupportedModelError, about
 from paceline.decoder.linear import is_rotated
 from paceline.decoder.remembered import digest_of_sources, remembered
 from paceline.formats import FLOATS
-from paceline.kernels.linear import PackedMatrix
 
 _CHILD_SECONDS, _CHILD_MEMORY = 60.0, 8 << 30
 
@@ -121,13 +120,6 @@ class ModelSource(ABC):
     def tensor(self, name: str, dtype: torch.dtype, device: torch.device | str) -> Tensor:
         """One tensor as a plain one, mapped from the file if type and device allow it. Raises
         ``UnsupportedModelError`` if there is none of this name."""
-
-    def table(
-        self, name: str, dtype: torch.dtype, device: torch.device | str
-    ) -> Tensor | PackedMatrix:
-        """A matrix whose rows are looked up: as :meth:`tensor`, or blocks, packed once for all that
-        use it in this process. Raises ``UnsupportedModelError`` if there is none of this name."""
-        return self.tensor(name, dtype, device)
 
     def vocabulary(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Embedding and LM head, each ``[V, hidden]``, on the CPU."""

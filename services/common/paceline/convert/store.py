@@ -14,7 +14,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
@@ -23,13 +23,13 @@ from typing import BinaryIO
 
 import torch
 
-from paceline.convert import open_model
 from paceline.convert.fastest import faster_weights
 from paceline.convert.fim import fim_tokens
 from paceline.convert.folder_files import part_paths
 from paceline.convert.model_source import ModelSource, code_digest, file_facts
 from paceline.convert.pack import Packer
 from paceline.convert.sandbox import Progress, run_in_child
+from paceline.convert.sources import Origin, open_model
 from paceline.decoder.config import DecoderConfig, about
 from paceline.decoder.model import Decoder, config_for
 from paceline.decoder.packed import LAYOUT, PackedWriter, new_memory
@@ -135,7 +135,8 @@ def _described(source: ModelSource, lora: str, requested: str) -> Description:
     """Read a model's files, but not its weights."""
     return Description(
         source.name, str(source.path.resolve()), lora, requested, source.config(requested),
-        source.architectures, source.fingerprint(), source.tokenizer_digest,
+        source.architectures, source.fingerprint(), asdict(Origin.of(source)),
+        source.tokenizer_digest,
         {**fim_tokens(source.tokenizer), **source.special_tokens}, dict(source.chat_templates),
         source.weight_bytes, code_digest(),
     )  # fmt: skip

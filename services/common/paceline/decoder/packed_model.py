@@ -19,7 +19,7 @@ import torch
 
 from paceline.decoder.config import DecoderConfig, UnsupportedModelError, about
 from paceline.decoder.model import Decoder, config_for
-from paceline.decoder.packed import PackedWeights, Parts, read_header
+from paceline.decoder.packed import PackedWeights, Part, Parts, read_header
 
 MODEL, WEIGHTS, TOKENIZER = "model.json", "weights.bin", "tokenizer.json"
 
@@ -35,6 +35,7 @@ class Description:
     config: DecoderConfig
     architectures: tuple[str, ...]  # names of the model's classes in transformers
     fingerprint: str  # SHA-256 of the model, see `weights_fingerprint`
+    origin: Mapping[str, Any]  # by which other formats of it are recognised, see `Origin`
     tokenizer_digest: str  # SHA-256; empty: it has no tokenizer
     special_tokens: Mapping[str, str]  # texts by name
     chat_templates: Mapping[str, str]  # Jinja, by name; the usual one is "default"
@@ -85,6 +86,14 @@ class PackedModel:
             decoder = Decoder(config, parts, device, numerics)
             decoder.mapped_bytes = parts.mapped_bytes
             return decoder
+
+    def outer(self, device: torch.device | str = "cpu") -> Mapping[str, Part]:
+        """The parts beside the layers, see :meth:`Packer.outer`; those in a file are mapped."""
+        with about(self.path), torch.inference_mode():
+            if self.file is None:
+                assert self.pack is not None
+                return self.pack(self.description.config, device).outer()
+            return PackedWeights(self.file.fileno(), share=True).outer()
 
 
 def is_converted(path: Path) -> bool:

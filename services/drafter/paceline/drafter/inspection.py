@@ -13,7 +13,7 @@ from paceline.convert.drafters import read_described
 from paceline.decoder import UnsupportedModelError
 from paceline.drafter.methods import method_class, method_names
 from paceline.drafter.methods.base import SECTION, Drafter, LoadError
-from paceline.drafter.methods.checkpoint import check_target, read_fit
+from paceline.drafter.methods.checkpoint import TargetRef, check_target, read_fit
 
 Json = Mapping[str, Any]
 
@@ -49,7 +49,7 @@ def inspect_drafter(folder: Path, target: Path | None = None) -> Inspection:
         facts |= method.inspect(folder, source)
         fit = read_fit(folder)
         if source is not None:
-            check_target(folder, source, fit)
+            check_target(folder, TargetRef.of(source), fit)
             facts["fits"] = str(target)
             if not fit.target_fingerprint and fit.tokenizer_digest:
                 facts["fits"] += ", the tokenizers agree"

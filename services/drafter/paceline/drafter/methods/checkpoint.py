@@ -20,7 +20,9 @@ from paceline.convert.drafters import (
     published_shape,
     read_described,
 )
-from paceline.decoder import DecoderConfig, UnsupportedModelError
+from paceline.decoder import DecoderConfig, PackedModel, UnsupportedModelError
+from paceline.decoder.linear import Linear
+from paceline.decoder.packed import Part
 from paceline.drafter.methods.base import SECTION, Fit, LoadError, Resources
 from paceline.drafter.methods.layers import LayerShape, drafted_tokens, linear
 from paceline.kernels.linear import PackedMatrix
@@ -36,8 +38,6 @@ WEIGHTS_FILE = "model.safetensors"
 FORMAT = 2  # of the section; folders of another format are refused
 # Names of the target's frozen tensors in a drafter's folder that holds them.
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
-
-_TARGET_EMBEDDING = "model.embed_tokens.weight"
 
 # Tensors that a folder may also hold: the target's own, and maps between vocabularies.
 _OTHER_TENSORS = frozenset({EMBEDDING, HEAD, DRAFTED, DRAFT_TOKENS})
@@ -136,32 +136,30 @@ def read_fit(folder: Path) -> Fit:
     )
 
 
-def check_target(folder: Path, target: Path | ModelSource, fit: Fit) -> Fit:
-    """Check that the drafter in ``folder`` was trained for the target in ``target``.
+def check_target(folder: Path, target: TargetRef, fit: Fit) -> Fit:
+    """Check that the drafter in ``folder`` was trained for a target.
 
     Another format of that target fits too. Returns the fit to ``target`` itself. Raises
     ``LoadError``: TARGET_MISMATCH or TOKENIZER_MISMATCH.
     """
-    source = open_model(target)
-    if fit.target_origin is not None and fit.target_origin.fits(Origin.of(source)):
-        return replace(
-            fit, target_fingerprint=source.fingerprint(), tokenizer_digest=source.tokenizer_digest
-        )
+    origin, digest = target.origin, target.tokenizer_digest
+    if fit.target_origin is not None and origin is not None and fit.target_origin.fits(origin):
+        return replace(fit, target_fingerprint=target.fingerprint, tokenizer_digest=digest)
     pairs = (
-        ("TARGET_MISMATCH", "weights", fit.target_fingerprint, source.fingerprint()),
-        ("TOKENIZER_MISMATCH", "the tokenizer", fit.tokenizer_digest, source.tokenizer_digest),
+        ("TARGET_MISMATCH", "weights", fit.target_fingerprint, target.fingerprint),
+        ("TOKENIZER_MISMATCH", "the tokenizer", fit.tokenizer_digest, digest),
     )
     for reason, what, expected, found in pairs:
         if expected and expected != found and not (fit.target_fingerprint or fit.target_origin):
             raise LoadError(
                 reason,
                 f"the tokenizers differ: that of {folder} has the digest {expected}, that of "
-                f"{source.path} {found or 'none'}; a small model drafts for targets with its own",
+                f"{target.name} {found or 'none'}; a small model drafts for targets with its own",
             )
         if expected and expected != found:
             raise LoadError(
                 reason,
-                f"{folder} was made for a target with {what} {expected}, but {source.path} has "
+                f"{folder} was made for a target with {what} {expected}, but {target.name} has "
                 f"{found or 'none'}; give the target it was trained for",
             )
     return fit
@@ -180,13 +178,13 @@ def check_own_tensors(folder: Path, config: LayerShape) -> None:
             )
 
 
-def check_shape(folder: Path, shape: LayerShape, target: ModelSource) -> None:
-    """Raises ``UnsupportedModelError`` if the drafter in ``folder`` cannot read a target."""
-    config = target.config()
+def check_shape(folder: Path, shape: LayerShape, path: Path, config: DecoderConfig) -> None:
+    """Raises ``UnsupportedModelError`` if the drafter in ``folder`` cannot read the target in
+    ``path``."""
     for name, value in shape.of_target.items():
         if getattr(config, name) != value:
             raise UnsupportedModelError(
-                f"{folder} is for a target with {name} {value}, but {target.path} has "
+                f"{folder} is for a target with {name} {value}, but {path} has "
                 f"{getattr(config, name)}; give the target it was trained for"
             )
 
@@ -211,7 +209,13 @@ class TargetRef:
     origin: Origin | None = None  # by which other formats of it are recognised; None: not known
 
     @classmethod
-    def of(cls, path: str | Path) -> TargetRef:
+    def packed(cls, model: PackedModel) -> TargetRef:
+        about = model.description
+        origin = Origin.parse(about.origin)
+        return cls(about.name, about.fingerprint, about.tokenizer_digest, origin)
+
+    @classmethod
+    def of(cls, path: str | Path | ModelSource) -> TargetRef:
         """Read a target, including all its weights. Raises ``UnsupportedModelError`` if a folder
         has no safetensors weights or a file is damaged, and ``FileNotFoundError`` if there is no
         such file, or a folder has no config.json."""
@@ -350,12 +354,11 @@ def load_weights(
 
 
 class TargetEmbedding:
-    """The target's embedding and LM head.
+    """The target's embedding and LM head, or the drafter's own.
 
-    Where type and device are those of the file, the embedding is mapped from it and not copied. All
-    drafters on a machine, and other processes that map the file, then share its memory. The same
-    holds for the head, unless the compiled kernels pack it. Blocks of a GGUF file are packed once
-    in a process.
+    The target's are mapped from the packed file that a verifier reads too, and not copied unless
+    the head gets other bits or keeps some rows alone. Plain ones of the drafter's folder are mapped
+    from it where type and device are those of the file.
     """
 
     def __init__(
@@ -371,24 +374,19 @@ class TargetEmbedding:
         With ``tokens``, the head keeps their rows alone, unless it has no others; ``bits`` as for
         :func:`linear`.
         """
-        if isinstance(head, PackedMatrix):
-            rows = torch.arange(head.outs) if tokens is None else tokens
-            head = head.rows(rows).to(dtype)
-        elif tokens is not None and len(tokens) != len(head):
-            head = head[tokens.to(head.device)]
         self.embedding = embedding  # ``[V, hidden]``, plain or packed
         # The target's token id of each row of the head, int64 `[R]`; None: all, in order.
         self.tokens = tokens
-        self.head = linear([head], bits)  # the LM head
-        packed = [each for each in (self.head.packed, embedding) if isinstance(each, PackedMatrix)]
-        # Bytes of packed matrices.
-        self.private_bytes = sum(t.nbytes for each in packed for t in each.tensors().values())
+        self.head = _head(head, dtype, tokens, bits)  # the LM head
+        own = () if self.head.weight is head or self.head.packed is None else (self.head.packed,)
+        # Bytes of packed matrices that nobody else has.
+        self.private_bytes = sum(t.nbytes for each in own for t in each.tensors().values())
 
     @classmethod
     def read(
         cls,
         folder: Path | None,
-        target: Path | ModelSource | None,
+        target: PackedModel | None,
         shape: LayerShape,
         dtype: torch.dtype,
         device: torch.device | str,
@@ -404,32 +402,41 @@ class TargetEmbedding:
         tokens = own = None
         if folder is not None:
             tokens, own = drafted_tokens(folder, shape), DrafterTensors(folder, dtype, device)
-        source = None if target is None else open_model(target)
-        tied = source is not None and source.config().tied
-        tables: dict[str, Tensor | PackedMatrix] = {}  # of the target; tied ones are one tensor
+        parts = {} if target is None else target.outer(device)
+        outer = {n: p.to(dtype) if isinstance(p, Tensor) else p for n, p in parts.items()}
 
-        def read(name: str, other: str) -> Tensor | PackedMatrix:
+        def read(name: str, part: str) -> Tensor | PackedMatrix:
             path, rows = folder, {shape.vocab_size}
+            found: Part
             if own is not None and name in own:
-                found: Tensor | PackedMatrix = own.mapped(name)
+                found = own.mapped(name)
                 rows |= {shape.drafted} if name == HEAD else set()
-            elif source is None:
+            elif target is None:
                 raise UnsupportedModelError(
                     f"{folder} has no {name}: it shares the target's; give the target's "
                     "folder or GGUF file as the option target=PATH"
                 )
             else:
-                path, name = source.path, other
-                if name not in tables:
-                    tables[name] = source.table(name, dtype, device)
-                found = tables[name]
+                path, found = target.path, outer.get(part, outer["head"])  # tied ones are one
             if found.shape[0] not in rows or tuple(found.shape[1:]) != (shape.hidden,):
                 raise UnsupportedModelError(
                     f"{name!r} of {path} has shape {tuple(found.shape)}, expected "
                     f"{(max(rows), shape.hidden)}"
                 )
+            assert isinstance(found, Tensor | PackedMatrix), "as stored, a target is not rotated"
             return found
 
-        embedding = read(EMBEDDING, _TARGET_EMBEDDING)
-        head = read(HEAD, _TARGET_EMBEDDING if tied else HEAD)
-        return cls(embedding, head, dtype, tokens, bits)
+        return cls(read(EMBEDDING, "embedding"), read(HEAD, "head"), dtype, tokens, bits)
+
+
+def _head(
+    head: Tensor | PackedMatrix, dtype: torch.dtype, tokens: Tensor | None, bits: int
+) -> Linear:
+    """The LM head of some tokens; None: of all."""
+    if isinstance(head, PackedMatrix):
+        if tokens is None and not bits:
+            return Linear(head)
+        head = head.rows(torch.arange(head.outs) if tokens is None else tokens).to(dtype)
+    elif tokens is not None and len(tokens) != len(head):
+        head = head[tokens.to(head.device)]
+    return linear([head], bits)

@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from paceline.convert import ModelSource, load_config, open_model
+from paceline.convert import ModelSource, open_model, prepare
 from paceline.convert.weights import Checkpoint
+from paceline.decoder import DecoderConfig, PackedModel
 from paceline.decoder.config import Rope
 from paceline.device import Device, device_of
 from paceline.drafter.growth.levels import (
@@ -45,6 +46,7 @@ from paceline.drafter.methods.base import (
 )
 from paceline.drafter.methods.checkpoint import (
     TargetEmbedding,
+    TargetRef,
     check_own_tensors,
     check_shape,
     check_target,
@@ -73,6 +75,7 @@ from paceline.kernels.draft import NativeDraft
 from paceline.kernels.executor import NativeProgram
 from paceline.kernels.program import PassResult
 from paceline.kernels.structures import DraftText
+from paceline.service.phases import packing
 
 logger = logging.getLogger("paceline.drafter")
 
@@ -89,6 +92,12 @@ class TargetOptions:
     # Folder of the target, for its embedding and LM head; empty: the drafter's folder has them.
     target: str = ""
     lora: str = ""  # folder of the target's LoRA adapter; empty: it has none
+
+    def read_target(self, device: torch.device) -> PackedModel | None:
+        """The target in its stored format, as a verifier reads it; None: there is none."""
+        if not self.target:
+            return None
+        return prepare(self.target, "auto", self.lora, device, packing)
 
 
 @dataclass(frozen=True)
@@ -333,9 +342,9 @@ class TargetDrafter(Drafter):
         self.growth = self._growth()
 
     @classmethod
-    def read_config(cls, folder: Path, target: ModelSource | None) -> tuple[Any, torch.dtype]:
+    def read_config(cls, folder: Path, target: DecoderConfig | None) -> tuple[Any, torch.dtype]:
         """Read the shape of the layers from a folder, and the type of its tensors."""
-        return read_shape(cls.shape_type, folder, load_config(target).layers if target else 0)
+        return read_shape(cls.shape_type, folder, target.layers if target else 0)
 
     @classmethod
     def load(
@@ -348,12 +357,12 @@ class TargetDrafter(Drafter):
 
     @classmethod
     def inspect(cls, folder: Path, target: ModelSource | None) -> Mapping[str, str]:
-        config, _ = cls.read_config(folder, target)
+        config, _ = cls.read_config(folder, None if target is None else target.config())
         check_own_tensors(folder, config)
         check_tensors(folder, config)
         drafted_tokens(folder, config)
         if target is not None:
-            check_shape(folder, config, target)
+            check_shape(folder, config, target.path, target.config())
         return {}
 
     def start(self, generation: GenerationInfo) -> GrownSequence:
@@ -362,14 +371,15 @@ class TargetDrafter(Drafter):
     @classmethod
     def _read(cls, folder: Path, fit: Fit, options: Any, resources: Resources) -> TargetDrafter:
         device = resources.device.torch
-        target = open_model(options.target, options.lora) if options.target else None
-        config, stored = cls.read_config(folder, target)
+        target = options.read_target(device)
+        about = None if target is None else target.description.config
+        config, stored = cls.read_config(folder, about)
         known = {"float32": torch.float32, "bfloat16": torch.bfloat16}
         dtype = known.get(options.weights, stored)
         bits = weight_bits(options.weights, folder, resources.device)
-        if target is not None:
-            fit = check_target(folder, target, fit)
-            check_shape(folder, config, target)
+        if target is not None and about is not None:
+            fit = check_target(folder, TargetRef.packed(target), fit)
+            check_shape(folder, config, target.path, about)
         embedding = TargetEmbedding.read(folder, target, config, dtype, device, bits)
         weights = load_weights(folder, config, dtype, device)
         with torch.inference_mode():

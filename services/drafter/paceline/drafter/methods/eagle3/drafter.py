@@ -18,7 +18,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from paceline.convert import ModelSource, load_config
+from paceline.decoder import DecoderConfig
 from paceline.decoder.linear import Linear
 from paceline.drafter.methods.eagle3.config import Eagle3Config
 from paceline.drafter.methods.feedback import FeedbackDrafter, FeedbackLayers
@@ -106,12 +106,11 @@ class Eagle3Drafter(FeedbackDrafter):
 
     @classmethod
     def read_config(
-        cls, folder: Path, target: ModelSource | None
+        cls, folder: Path, target: DecoderConfig | None
     ) -> tuple[Eagle3Config, torch.dtype]:
         config, dtype = super().read_config(folder, target)
-        known = load_config(target) if target else None
         longrope = config.rope_parameters.get("rope_type") == "longrope"  # depends on the length
-        if known is not None and not longrope:  # published ones have the length of their training
-            longest = max(config.max_position, known.max_position)
+        if target is not None and not longrope:  # published ones have that of their training
+            longest = max(config.max_position, target.max_position)
             config = replace(config, max_position=longest)
         return config, dtype

@@ -3,6 +3,6 @@
 See DeepSeek-V3 (arXiv 2412.19437), section 2.2.
 """
 
-from paceline.drafter.methods.mtp.config import MtpConfig, read_mtp, save_mtp
+from paceline.drafter.methods.mtp.config import MtpConfig, save_mtp
 
-__all__ = ["MtpConfig", "read_mtp", "save_mtp"]
+__all__ = ["MtpConfig", "save_mtp"]

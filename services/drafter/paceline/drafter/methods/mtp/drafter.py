@@ -18,8 +18,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from paceline.convert import ModelSource, Origin, open_model
-from paceline.convert.pack import Packer, read_norm
+from paceline.convert import ModelSource, open_model, prepare
+from paceline.convert.mtp import Heads, head_count, read_heads
 from paceline.decoder import UnsupportedModelError
 from paceline.decoder.layer import (
     DecoderLayer,
@@ -33,6 +33,7 @@ from paceline.decoder.linear import Linear, is_rotated
 from paceline.drafter.methods.base import SECTION, Fit, LoadError, Resources, parse_options
 from paceline.drafter.methods.checkpoint import (
     TargetEmbedding,
+    TargetRef,
     check_shape,
     check_target,
     load_model,
@@ -40,26 +41,12 @@ from paceline.drafter.methods.checkpoint import (
 )
 from paceline.drafter.methods.feedback import FeedbackDrafter, FeedbackLayers, FeedbackOptions
 from paceline.drafter.methods.layers import LayerWeights, linear
-from paceline.drafter.methods.mtp.config import (
-    EMBEDDING,
-    ENORM,
-    FINAL_NORM,
-    HEAD,
-    HNORM,
-    NORM,
-    PROJECTION,
-    HeadTensors,
-    MtpConfig,
-    head_count,
-    head_shapes,
-    read_mtp,
-)
+from paceline.drafter.methods.mtp.config import MtpConfig
 from paceline.drafter.methods.target_drafter import weight_bits
 from paceline.kernels import Norm, Program, Recorder
 from paceline.kernels.draft import NativeDraft
 from paceline.kernels.executor import NativeProgram
-
-_EMBEDDING = "model.embed_tokens.weight"
+from paceline.service.phases import packing
 
 
 @dataclass(frozen=True)
@@ -86,10 +73,13 @@ class MtpLayers(FeedbackLayers):
         embedding: TargetEmbedding,
         device: torch.device | str,
         numerics: str = "portable",
+        *,
+        feeds_normed: bool = False,
     ) -> None:
         """Build the programs of heads; ``final_norm`` is the target's, if they read states behind
-        it."""
+        it. ``feeds_normed``: the next level reads outputs behind the norm before the LM head."""
         assert config.block is not None
+        self._feeds_normed = feeds_normed
         self._heads, self._final_norm, self._block = heads, final_norm, config.block
         self.cached_layers = len(heads)
         super().__init__(config, {}, embedding, config.block.dtype, device, numerics=numerics)
@@ -116,7 +106,7 @@ class MtpLayers(FeedbackLayers):
 
         Of a text, the states are the target's. Heads of deeper levels write keys and values too.
         """
-        block, layout = self._block, self.config.layout
+        block = self._block
         program = Recorder(heads_of(block), self.dtype, numerics=numerics)
         embedded = program.embed(self.embedding.embedding, block.embedding_scale)
         states = program.input(self.config.hidden)
@@ -144,7 +134,7 @@ class MtpLayers(FeedbackLayers):
         program.add(x, delta, block.residual_scale)
         x = program.select(x)
         final = program.add_norm(x, 0, head.norm)
-        program.tap(final if layout.feeds_normed else x, 0)
+        program.tap(final if self._feeds_normed else x, 0)
         program.multiply(final, head.head)
         return program.finish()
 
@@ -177,104 +167,69 @@ class MtpDrafter(FeedbackDrafter):
 
     @classmethod
     def inspect(cls, folder: Path, target: ModelSource | None) -> Mapping[str, str]:
-        source = open_model(folder)
-        config = read_mtp(source)
+        heads = read_heads(open_model(folder))
         if target is not None:
-            check_shape(folder, config, target)
-        whole = " in the target's own files" if _EMBEDDING in _names(source) else ""
-        return {"heads": f"{config.heads}, as in {config.layout.name}{whole}"}
-
-
-def _names(source: ModelSource) -> Mapping[str, Any]:
-    return source.tensors(torch.float32, "cpu")
+            check_shape(folder, MtpConfig.of(heads), target.path, target.config())
+        whole = " in the target's own files" if heads.whole else ""
+        return {"heads": f"{heads.count}, as in {heads.layout.name}{whole}"}
 
 
 def _load(
     make: type[MtpDrafter], folder: Path | None, options: FeedbackOptions, resources: Resources
 ) -> MtpDrafter:
     device = resources.device.torch
-    target = open_model(options.target, options.lora) if options.target else None
-    source = target if folder is None else open_model(folder)
-    assert source is not None
-    whole = _EMBEDDING in _names(source) if source.path.is_dir() else True
-    bits = (
-        0 if source.path.is_file() else weight_bits(options.weights, source.path, resources.device)
-    )
-    config = read_mtp(source, {8: "int8", 4: "int4"}.get(bits, options.weights))
-    if (
-        config.block is not None
-        and config.block.experts
-        and is_rotated(config.block.weights, device)
-    ):
+    path = folder or Path(options.target)
+    source = open_model(path, options.lora if folder is None else None)
+    bits = 0 if path.is_file() else weight_bits(options.weights, path, resources.device)
+    heads = read_heads(source, {8: "int8", 4: "int4"}.get(bits, options.weights))
+    config = MtpConfig.of(heads)
+    if heads.block.experts and is_rotated(heads.block.weights, device):
         raise UnsupportedModelError(
-            f"{source.path}: weights are 'int8', and routed experts have no products in 8 bits on "
-            "a GPU: use bfloat16"
+            f"{path}: weights are 'int8', and routed experts have no products in 8 bits on a GPU: "
+            "use bfloat16"
         )
-    fit = _fit(source) if whole else read_fit(source.path)
-    if target is not None and target is not source:
-        fit = check_target(source.path, target, fit)
-        check_shape(source.path, config, target)
-    own = None if whole else source.path
+    target = options.read_target(device)
+    if target is None and heads.whole:
+        target = prepare(path, "auto", None, device, packing)
+    if heads.whole:  # they fit that target in any format
+        about = TargetRef.of(source)
+        fit = Fit(about.fingerprint, about.origin, about.tokenizer_digest, config.vocab_size)
+    else:
+        fit = read_fit(path)
+    if target is not None and options.target and folder is not None:
+        fit = check_target(path, TargetRef.packed(target), fit)
+        check_shape(path, config, target.path, target.description.config)
+    dtype = heads.block.dtype
+    own = None if heads.whole else path
     with torch.inference_mode():
-        layers = _layers(source, own, target or source, config, bits, resources)
-    per_value = {8: 1.0, 4: 0.5}.get(bits, float(layers.dtype.itemsize))
-    values = sum(prod(shape) for shape in head_shapes(config).values())
-    size = int(values * config.heads * per_value) + layers.embedding.private_bytes
+        embedding = TargetEmbedding.read(own, target, config, dtype, device, bits)
+        layers = _layers(heads, embedding, bits, resources)
+    per_value = {8: 1.0, 4: 0.5}.get(bits, float(dtype.itemsize))
+    values = sum(prod(shape) for shape in heads.shapes.values())
+    size = int(values * heads.count * per_value) + embedding.private_bytes
     return make(layers, options, fit, size)
 
 
-def _fit(source: ModelSource) -> Fit:
-    """Which targets the heads in a target's own files fit: that one in any format."""
-    return Fit(
-        target_fingerprint=source.fingerprint(),
-        target_origin=Origin.of(source),
-        tokenizer_digest=source.tokenizer_digest,
-        vocab_size=source.config().vocab_size,
-    )
+def _layers(heads: Heads, embedding: TargetEmbedding, bits: int, resources: Resources) -> MtpLayers:
+    """Build the heads that were read from a folder."""
+    block, packed = heads.block, heads.pack(resources.device.torch)
 
+    def norm(weight: Tensor) -> Norm:
+        return Norm(weight, block.norm_eps)
 
-def _layers(
-    source: ModelSource,
-    own: Path | None,
-    target: ModelSource,
-    config: MtpConfig,
-    bits: int,
-    resources: Resources,
-) -> MtpLayers:
-    """The heads in ``source``; ``own`` is its folder if that is one of heads alone."""
-    block, device = config.block, resources.device.torch
-    assert block is not None
-    weights = HeadTensors(source.weights(block, device), config)
-    packer = Packer(block, weights, device)
-    layout, wide = config.layout, config.hidden
-
-    def stored(name: str) -> Tensor:
-        return source.tensor(weights.stored_name(name), block.dtype, device)
-
-    def read_head(index: int) -> MtpHead:
-        base = f"model.layers.{config.target_layers + index}."
-        halves = stored(f"{base}{PROJECTION}.weight").chunk(2, dim=1)
-        hidden, embedded = halves if layout.hidden_first else reversed(halves)
-        head = embedding.head
-        if (name := f"{base}{HEAD}.weight") in weights:
-            head = linear([stored(name)], bits)
-
-        def norm(part: str) -> Norm:
-            return Norm(read_norm(block, weights, base + part, wide), block.norm_eps)
-
-        return MtpHead(
-            norm(ENORM), norm(HNORM), linear([embedded.contiguous()], bits),
-            linear([hidden.contiguous()], bits),
-            build_layer(block, packer.layer(config.target_layers + index)),
-            norm(NORM), head,
-        )  # fmt: skip
-
-    embedding = TargetEmbedding.read(own, target, config, block.dtype, device, bits)
-    if (name := f"model.layers.{config.target_layers}.{EMBEDDING}.weight") in weights:
-        embedding.embedding = stored(name)
-    heads = [read_head(index) for index in range(config.heads)]
-    final = None
-    if layout.after_norm:
-        name = FINAL_NORM.removesuffix(".weight")
-        final = Norm(read_norm(block, weights, name, wide), block.norm_eps)
-    return MtpLayers(config, heads, final, embedding, device, resources.numerics)
+    if packed.embedding is not None:
+        embedding.embedding = packed.embedding
+    built = [
+        MtpHead(
+            norm(each.enorm), norm(each.hnorm), linear([each.embedded], bits),
+            linear([each.hidden], bits), build_layer(block, each.layer), norm(each.norm),
+            embedding.head if each.head is None else linear([each.head], bits),
+        )
+        for each in packed.heads
+    ]  # fmt: skip
+    final = None if packed.final_norm is None else norm(packed.final_norm)
+    device, feeds_normed = resources.device.torch, heads.layout.feeds_normed
+    return MtpLayers(
+        MtpConfig.of(heads), built, final, embedding, device, resources.numerics,
+        feeds_normed=feeds_normed,
+    )  # fmt: skip
