@@ -74,15 +74,9 @@ class DraftSequence(ABC):
 
     @abstractmethod
     def draft(self, budget: Budget) -> TokenTree:
-        """Draft a tree, after it has processed the backlog.
-
-        Returns:
-            At most ``budget.nodes`` nodes and ``budget.depth`` levels, possibly none, without
-            duplicate siblings, of tokens below the target's vocabulary size.
-
-        Raises:
-            KvGone: The cache whose KV it reads is gone.
-        """
+        """Draft a tree, after it has processed the backlog: at most ``budget.nodes`` nodes and
+        ``budget.depth`` levels, possibly none, without duplicate siblings, of tokens below the
+        target's vocabulary size. Raises ``KvGone`` if the cache whose KV it reads is gone."""
 
     @property
     def backlog(self) -> int:

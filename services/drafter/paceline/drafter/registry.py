@@ -259,18 +259,10 @@ class Registry:
         return self._active(name)
 
     def unload(self, name: str, version: str = "", *, force: bool = False) -> bool:
-        """Remove a version, or all versions of a name.
-
-        A removed version takes no new streams. Its share goes to the other versions of the name.
-
-        With ``force`` its streams are ended. No ``version`` means all of them.
-
-        Returns:
-            Whether all of them are freed; otherwise each is freed with its last stream.
-
-        Raises:
-            ServiceError: DRAFTER_NOT_FOUND.
-        """
+        """Remove a version, or all versions of a name: it takes no new streams, and its share goes
+        to the others of the name. With ``force`` its streams are ended. Returns whether all are
+        freed; otherwise each is freed with its last stream. Raises ``ServiceError``:
+        DRAFTER_NOT_FOUND."""
         leaving = [self._find(name, version)] if version else list(self._of(name))
         if not leaving:
             raise self._not_found(name)

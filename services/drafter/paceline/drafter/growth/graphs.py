@@ -148,12 +148,9 @@ class DraftGraphs:
         last: Sequence[int],
     ) -> Tensor | None:
         """Draft for a batch by its passes, and by the ranker, the number of tokens and ``last``, as
-        of :class:`LevelTrees`, of each sequence.
-
-        Returns what :meth:`LevelTrees.packed` does, on the CPU, valid until the next call; None if
-        no graph is large enough or it could not be captured, the trees have another shape, or a
-        cache cannot be read by wide loads.
-        """
+        of :class:`LevelTrees`, of each sequence. Returns what :meth:`LevelTrees.packed` does, on
+        the CPU, valid until the next call; None if no graph is large enough or could be captured,
+        the trees have another shape, or a cache cannot be read by wide loads."""
         sequences = next((n for n in SEQUENCES if n >= len(rankers)), 0)
         fed = next((n for n in FED if self._fits(draft, sequences, n)), None)
         if fed is None or rankers[0].count != self._shape.count:
@@ -299,11 +296,8 @@ class _Graph(Passes):
         lengths: Sequence[int],
         last: Sequence[int],
     ) -> bool:
-        """Write a batch to the tables; arguments as of :meth:`DraftGraphs.run`.
-
-        Returns False if a cache cannot be read by wide loads, or for more work than there is room
-        for.
-        """
+        """Write a batch to the tables; arguments as of :meth:`DraftGraphs.run`. Returns False if a
+        cache cannot be read by wide loads, or for more work than there is room for."""
         host = self._staging.host
         self._staging.wait()
         contexts = [context.cache for context in draft.contexts]

@@ -200,15 +200,9 @@ class LevelTrees:
     def __init__(
         self, shape: TreeShape, last: Tensor, rank: Rank, *, kernels: bool = False
     ) -> None:
-        """Begin trees.
-
-        Args:
-            shape: Their shape.
-            last: Index of the worst node that fits each budget, among those sorted by score, int64
-                ``[S, 1]``, at most N - 1.
-            rank: Ranks candidates.
-            kernels: Whether a Triton kernel adds the levels.
-        """
+        """Begin trees of a shape. ``last``: index of the worst node that fits each budget, among
+        those sorted by score, int64 ``[S, 1]``, at most N - 1; ``rank`` ranks candidates;
+        ``kernels``: whether a Triton kernel adds the levels."""
         self._shape, self._last, self._rank, self._kernels = shape, last, rank, kernels
         trees, nodes, device = len(last), shape.stops[-1], last.device
         self.level = 0  # levels so far
@@ -260,15 +254,11 @@ class LevelTrees:
         return self.tokens[:, :stop].flatten(), plan, rows[:, self.frontier].flatten()
 
     def add_level(self, logits: Tensor, log_confidences: Tensor | None = None) -> None:
-        """Add children of the frontier: the likeliest of the candidates after its nodes.
-
-        Args:
-            logits: After each node of the frontier, or after the anchors, ``[S F, V]`` or of
-                drafted tokens alone.
-            log_confidences: Of a confidence head for each of them, float64 ``[S, F]``. In a chain
-                the only child gets it as it is (DSpark, equation 7). Siblings are scaled together,
-                so that the likeliest is no more confident than the head.
-        """
+        """Add children of the frontier: the likeliest of the candidates after its nodes, by logits
+        ``[S F, V]`` after each, or of drafted tokens alone. ``log_confidences`` are of a confidence
+        head for each, float64 ``[S, F]``: in a chain the only child gets it as it is (DSpark,
+        equation 7), siblings are scaled together, so that the likeliest is no more confident than
+        the head."""
         candidates = self._rank(logits, self.level)
         add = self._add_by_kernel if self._kernels else self._add
         add(candidates, self._shape.stops[self.level], log_confidences)
@@ -333,14 +323,9 @@ def read_trees(
     shape: TreeShape,
     proposals: Sequence[Sequence[Proposal]],
 ) -> list[TokenTree]:
-    """Return the best nodes of each tree within its budget, sorted by falling survival.
-
-    Args:
-        packed: See :meth:`LevelTrees.packed`; on the CPU, of trees with enough levels.
-        budgets: Of each tree.
-        shape: Of all trees.
-        proposals: Of each tree, which is a chain if it has any: one per level.
-    """
+    """Return the best nodes of each tree within its budget, sorted by falling survival. ``packed``
+    is what :meth:`LevelTrees.packed` returned, on the CPU, of trees with enough levels; a tree with
+    ``proposals`` is a chain, one per level."""
     nodes = packed.numpy()
     stops = np.array([shape.stops[budget.depth] for budget in budgets])
     within = np.arange(nodes.shape[1]) < stops[:, None]

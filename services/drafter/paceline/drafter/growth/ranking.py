@@ -51,18 +51,11 @@ class Ranker:
         drafted: Tensor | None = None,
         drafted_on_device: Tensor | None = None,
     ) -> None:
-        """Create a ranker.
-
-        Args:
-            params: Sampling parameters of the verifier.
-            prompt: Prompt tokens, which penalties depend on.
-            output: Emitted tokens.
-            vocab_size: Only ids below it are drafted.
-            candidates: Number of likeliest tokens that rejection sampling draws from.
-            drafted: The target's token id of each logit, rising, int64 ``[R]`` on the CPU; None if
-                logit i is of token i.
-            drafted_on_device: The same on the device of the logits, if that is another one.
-        """
+        """Create a ranker for a text of ``prompt`` and emitted ``output``, on which penalties
+        depend. Only ids below ``vocab_size`` are drafted; rejection sampling draws from so many
+        likeliest ``candidates``. ``drafted`` has the target's token id of each logit, rising, int64
+        ``[R]`` on the CPU, ``drafted_on_device`` the same on the device of the logits; None if
+        logit i is of token i."""
         self.params = params
         self._vocab_size = vocab_size
         self._candidates = candidates
@@ -103,18 +96,11 @@ class Ranker:
     def rank(
         self, logits: Tensor, position: int, width: int, chain: Sequence[int] = ()
     ) -> tuple[Tensor, Tensor]:
-        """Rank candidates for one position, without rejection sampling.
-
-        Args:
-            logits: ``[F, V]`` or, of drafted tokens alone, ``[F, R]``, of any float type.
-            position: Absolute position of the token to be chosen.
-            width: Maximum number of candidates of a row.
-            chain: Drafted tokens that penalties depend on too.
-
-        Returns:
-            Token ids, int64 ``[F, w]``, best first, and the logs of their confidences, float32
-            ``[F, w]``; -inf for tokens that the filter removes.
-        """
+        """Rank at most ``width`` candidates for the token at an absolute position, without
+        rejection sampling, by logits ``[F, V]`` or, of drafted tokens alone, ``[F, R]``; penalties
+        depend on a ``chain`` of drafted tokens too. Returns token ids, int64 ``[F, w]``, best
+        first, and the logs of their confidences, float32 ``[F, w]``; -inf for tokens that the
+        filter removes."""
         if device_of(logits.device).runs_beside:
             return rank_rows([self], logits, [position], width, chain)
         params, drafted = self.params, self._drafted
@@ -136,15 +122,9 @@ class Ranker:
     def draw(
         self, logits: Tensor, position: int, chain: Sequence[int] = ()
     ) -> tuple[int, float, Proposal]:
-        """Draw a token by rejection sampling's rule.
-
-        Args:
-            logits: ``[V]`` or ``[R]``, on any device.
-            position: Absolute position of the token.
-            chain: Drafted tokens that penalties depend on too.
-
-        Returns the token, the log of its confidence, and the distribution that it was drawn from.
-        """
+        """Draw the token at an absolute position by rejection sampling's rule, by logits ``[V]`` or
+        ``[R]`` on any device; penalties depend on a ``chain`` of drafted tokens too. Returns the
+        token, the log of its confidence, and the distribution that it was drawn from."""
         whole = penalised([self], logits[None], chain)[:, : self._vocab_size].cpu()
         (scores,) = perturbed_logits(whole, [self.params], [-1])
         proposal = Proposal.likeliest(scores, self._candidates)
@@ -162,18 +142,9 @@ def rank_rows(
     width: int,
     chain: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
-    """Rank candidates of several texts of one :attr:`Ranker.kind` on a GPU.
-
-    Args:
-        rankers: Of each text.
-        logits: ``[S F, V]`` of any float type.
-        positions: Of the tokens to be chosen, by text.
-        width: Maximum number of candidates of a row.
-        chain: Of one text, drafted tokens that penalties depend on too.
-
-    Returns:
-        As :meth:`Ranker.rank`, on the device of the logits.
-    """
+    """Rank candidates of several texts of one :attr:`Ranker.kind` on a GPU, by logits ``[S F, V]``.
+    Other arguments are as for :meth:`Ranker.rank`, one position a text and a ``chain`` only for one
+    text, and so is what is returned, on the device of the logits."""
     first, rows = rankers[0], len(logits) // len(rankers)
     params = [ranker.params for ranker in rankers for _ in range(rows)]
     drafted = first._drafted
@@ -210,10 +181,7 @@ def draw_rows(
     proposals: Sequence[list[Proposal]],
 ) -> tuple[Tensor, Tensor]:
     """Draw one token of each text by rejection sampling's rule, and add to its ``proposals``.
-
-    Returns:
-        As :meth:`Ranker.rank`, one candidate a text, on the device of the logits.
-    """
+    Returns as :meth:`Ranker.rank`, one candidate a text, on the device of the logits."""
     drawn = list(map(Ranker.draw, rankers, logits, positions))
     for (_, _, proposal), earlier in zip(drawn, proposals, strict=True):
         earlier.append(proposal)

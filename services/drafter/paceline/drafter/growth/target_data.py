@@ -37,14 +37,9 @@ class TargetKv:
     table: LayerTable | None = None
 
     def __init__(self, kv: KvReader, number: int, layer: KvLayers) -> None:
-        """Take what the newest :meth:`KvReader.refresh` selected.
-
-        Args:
-            kv: Reads the cache.
-            number: The layer that is read.
-            layer: The layer that reads it. Keys and values are copied if they are of another type
-                or device, or come in several parts; of pages when :meth:`layer` is called.
-        """
+        """Take what the newest :meth:`KvReader.refresh` selected of layer ``number``, for the
+        ``layer`` that reads it. Keys and values are copied if they are of another type or device,
+        or come in several parts; of pages when :meth:`layer` is called."""
         self._kv, self._number, self._reader = kv, number, layer
         self._planes: tuple[Tensor, Tensor] | None = None
         self.pages = kv.pages(number)  # where they lie in pages; None if copies were made

@@ -113,12 +113,9 @@ class KvExchange:
         options: KvOptions,
         budget: int,
     ) -> KvReader:
-        """Open keys and values of a cache. The caller closes the reader.
-
-        ``address`` is ``unix:/path`` or ``host:port``; negative layers count from the last; a
-        ``budget`` of 0 is for all positions. Raises ``KvNotShared`` if the verifier does not answer
-        in time, or refuses.
-        """
+        """Open keys and values of a cache at ``unix:/path`` or ``host:port``; the caller closes
+        the reader. Negative layers count from the last; a ``budget`` of 0 is for all positions.
+        Raises ``KvNotShared`` if the verifier does not answer in time, or refuses."""
         from paceline.drafter.kv.remote import MAX_POSITIONS, RemoteKv, SparseView
 
         async def follow(*, positions_only: bool = False) -> RemoteKv:
@@ -152,14 +149,9 @@ class KvExchange:
         window: int,
         transport: str = "auto",
     ) -> StateReader:
-        """Open hidden states of a cache that keeps them. The caller closes the reader.
-
-        Layers are counted from 0, in the order in which they are read; a ``window`` of 0 is for all
-        positions.
-
-        Raises:
-            KvNotShared: As for :meth:`open`, or the cache does not keep them.
-        """
+        """Open hidden states of a cache; the caller closes the reader. Layers are counted from 0,
+        in the order in which they are read; a ``window`` of 0 is for all positions. Raises
+        ``KvNotShared`` as :meth:`open`, or if the cache does not keep them."""
         from paceline.drafter.kv.cuda import CudaStates
         from paceline.drafter.kv.mapped import SharedStates
         from paceline.drafter.kv.remote import RemoteStates

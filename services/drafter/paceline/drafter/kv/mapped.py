@@ -35,14 +35,9 @@ class CacheFile:
     """
 
     def __init__(self, file: int, pool: int = -1) -> None:
-        """Map a segment.
-
-        Args:
-            file: Descriptor that the verifier passed. It is closed here in any case.
-            pool: Descriptor of the pool on a GPU; -1: there is none. It is closed with the mapping.
-
-        Raises ``KvNotShared`` if it is not the segment of an open cache.
-        """
+        """Map a segment by the descriptor that the verifier passed, which is closed here in any
+        case; ``pool`` is that of the pool on a GPU, closed with the mapping; -1: there is none.
+        Raises ``KvNotShared`` if it is not the segment of an open cache."""
         self.pool = pool  # descriptor of the pool on a GPU; -1: there is none
         # Also if nobody waits for this mapping any more.
         self._close_pool = weakref.finalize(self, os.close, pool) if pool >= 0 else None

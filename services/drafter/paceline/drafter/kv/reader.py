@@ -125,39 +125,22 @@ class KvReader(CacheReader):
 
     @abstractmethod
     def refresh(self, below: int, budget: int) -> int:
-        """Begin a round: apply newer updates, and select positions by the selection policy.
+        """Begin a round: apply newer updates, and select at most ``budget`` positions per layer (0:
+        all) by the selection policy, below ``below``: the verifier may be ahead of the drafter's
+        text. Returns the length that the selection covers: positions from here on are not in
+        :meth:`parts`.
 
         A selection that the verifier sends may be a round or two old. Newer positions of a mapped
         cache are then read in addition to the budget; of a cache that is followed they are missing.
-
-        Args:
-            below: Positions at or above this are not read: the verifier may be ahead of the
-                drafter's text. Unit: tokens.
-            budget: Maximum number of positions per layer, 0 for all; it may change between rounds.
-
-        Returns:
-            The length that the selection covers: positions from here on are not in :meth:`parts`.
-            At most ``below``. Unit: tokens.
-
-        Raises:
-            KvGone: As for :meth:`check`.
+        Raises ``KvGone`` as :meth:`check`.
         """
 
     @abstractmethod
     def parts(self, layer: int) -> list[tuple[Tensor, Tensor]]:
-        """Return keys and values of the selected positions of a layer, read-only.
-
-        Args:
-            layer: One of :attr:`layers`.
-
-        Returns:
-            Keys and values of one part after the other, each ``[Hkv, n, D]`` with n > 0, floats
-            whatever the type of the cache. They stay
-            unchanged until the next :meth:`refresh`.
-
-        Raises:
-            KvGone: As for :meth:`check`.
-        """
+        """Return keys and values of the selected positions of one of :attr:`layers`, read-only: one
+        part after the other, each ``[Hkv, n, D]`` with n > 0, floats whatever the type of the
+        cache. They stay unchanged until the next :meth:`refresh`. Raises ``KvGone`` as
+        :meth:`check`."""
 
     def pages(self, layer: int) -> KvPages | None:
         """Return where the selected positions of a layer lie; None if they do not lie in pages of
@@ -202,15 +185,9 @@ class StateReader(CacheReader):
 
     @abstractmethod
     def read(self, begin: int, end: int) -> tuple[int, Tensor]:
-        """Copy the outputs of all layers, side by side.
-
-        Args:
-            begin: First position.
-            end: One past the last position, at most :attr:`committed`.
-
-        Returns the first position that is available: ``begin``, or a later one if that is no longer
-        kept. And the rows ``[end - first, layers * hidden]``.
-        """
+        """Copy the outputs of all layers, side by side, of positions ``begin`` to ``end``, at most
+        :attr:`committed`. Returns the first position that is available, ``begin`` or a later one if
+        that is no longer kept, and the rows ``[end - first, layers * hidden]``."""
 
     def slice(self, begin: int, end: int) -> StateSlice:
         """As :meth:`read`, but states in pages of a GPU are not copied yet."""

@@ -153,30 +153,16 @@ class Drafter(ABC):
     @classmethod
     @abstractmethod
     def load(cls, folder: Path | None, options: Mapping[str, str], resources: Resources) -> Drafter:
-        """Loads a version. It may take long, and is not called on the event loop.
-
-        Args:
-            folder: Its model folder or file; None: none was given.
-            options: Option name to value.
-            resources: Hardware that it uses.
-
-        Raises:
-            LoadError: The folder or an option is invalid.
-        """
+        """Load a version from its model folder or file (None: none was given), by options. It may
+        take long, and is not called on the event loop. Raises ``LoadError`` if the folder or an
+        option is invalid."""
 
     @classmethod
     def layout(cls, described: Mapping[str, Any]) -> str | None:
-        """Tells whether a folder is one of this method, and in which layout.
-
-        By default the folders of a method have its name in a section of config.json,
-        ``"paceline": {"method": NAME}``, or are published ones of it.
-
-        Args:
-            described: The folder's config.json, with a ``paceline`` section that is an object.
-
-        Returns:
-            Name of the project whose layout it is; None: the folder is one of another method.
-        """
+        """The project whose layout a folder of this method has, by its config.json with a
+        ``paceline`` section that is an object; None: the folder is one of another method. By
+        default the folders of a method have its name in the section, ``"paceline": {"method":
+        NAME}``, or are published ones of it."""
         if SECTION in described:
             return SECTION if described[SECTION].get("method") == cls.method else None
         from paceline.convert.drafters import published
@@ -186,19 +172,10 @@ class Drafter(ABC):
 
     @classmethod
     def inspect(cls, folder: Path, target: ModelSource | None) -> Mapping[str, str]:
-        """Checks whether a folder of this method can be loaded, and reads no weights.
-
-        Args:
-            folder: The folder, whose config.json has a :meth:`layout`.
-            target: The target that it is for; None: any.
-
-        Returns:
-            More facts to be shown, by name.
-
-        Raises:
-            UnsupportedModelError: The folder cannot be loaded, or does not fit the target.
-            LoadError: The same.
-        """
+        """Check whether a folder of this method, whose config.json has a :meth:`layout`, can be
+        loaded for a target (None: any), and read no weights. Returns more facts to be shown, by
+        name. Raises ``UnsupportedModelError`` or ``LoadError`` if it cannot be loaded, or does not
+        fit."""
         return {}
 
     @abstractmethod
@@ -241,18 +218,11 @@ def refuse_folder(method: str, folder: Path | None) -> None:
 
 
 def parse_options(kind: type[Options], given: Mapping[str, str]) -> Options:
-    """Fills the dataclass ``kind`` from text.
-
-    Args:
-        kind: A dataclass whose fields have defaults and the types int, int | None (by default),
-            float, str, bool (``true`` or ``false``) or tuple[int, ...] (numbers with commas). Its
-            ``__post_init__`` raises ``ValueError`` for values out of range.
-        given: Option name to value.
-
-    Raises:
-        LoadError: An option is unknown, or a value is invalid. The message of an unknown option
-            lists the known ones.
-    """
+    """Fill the dataclass ``kind`` from text by name. Its fields have defaults and the types int,
+    int | None (by default), float, str, bool (``true`` or ``false``) or tuple[int, ...] (numbers
+    with commas); its ``__post_init__`` raises ``ValueError`` for values out of range. Raises
+    ``LoadError`` if an option is unknown, whose message lists the known ones, or a value is
+    invalid."""
     types = get_type_hints(kind)
     known = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
     values: dict[str, Any] = {}

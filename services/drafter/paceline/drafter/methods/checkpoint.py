@@ -318,14 +318,8 @@ def _stored_dtype(folder: str | Path, name: str) -> torch.dtype:
 
 
 def check_tensors(folder: str | Path, config: LayerShape) -> dict[str, tuple[int, ...]]:
-    """Check names and shapes of all tensors of a drafter except the target's, without reading.
-
-    Returns:
-        Shapes by name.
-
-    Raises:
-        UnsupportedModelError: See :func:`load_weights`.
-    """
+    """Check names and shapes of all tensors of a drafter except the target's, without reading;
+    returns shapes by name. Raises ``UnsupportedModelError``: see :func:`load_weights`."""
     found, shapes = DrafterTensors(folder, torch.float32), config.tensors()
     if unknown := sorted(set(found) - set(shapes) - _OTHER_TENSORS):
         raise UnsupportedModelError(

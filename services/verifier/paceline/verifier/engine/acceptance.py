@@ -220,15 +220,9 @@ def accept_batch(
     meanwhile: Callable[[], None] = lambda: None,
 ) -> list[StepOutput | None]:
     """Accept the tokens of every entry of a batch, by its logits ``[rows, V]`` and outputs of
-    tapped layers. A GPU is waited for once, after ``meanwhile`` was called.
-
-    Returns:
-        The output of each entry; None in the middle of a prefill, and for a job that failed or may
-        be tried again.
-
-    Raises:
-        Exception: The device failed. All sequences are as before.
-    """
+    tapped layers. A GPU is waited for once, after ``meanwhile`` was called. Returns the output of
+    each entry: None in the middle of a prefill, and for a job that failed or may be tried again.
+    Raises any error of the device; all sequences are as before then."""
     if not device_of(logits.device).runs_beside:
         reads = [_Read(logits[entry.logits], logits[entry.scored]) for entry in entries]
         kept: HiddenStates = {layer: host_bytes(rows) for layer, rows in states.items()}

@@ -229,19 +229,12 @@ class DraftedText:
         isolated: bool = False,
         trace: TracedRounds | None = None,
     ) -> None:
-        """Begin without a tree.
-
-        Args:
-            text: The text.
-            drafter: NAME or NAME@VERSION; empty: the default one; ``local``: the verifier's own
-                guesses alone; None: no drafter.
-            always_draft: Draft before every step, whatever the scheduler says.
-            max_nodes: Maximum number of drafted nodes; 0: no limit of its own.
-            timeout: Time after which a step goes on without its tree; None: by the drafter's mean
-                time. Unit: seconds.
-            isolated: The drafter uses no other texts for it, nor it for others.
-            trace: Its rounds that have spans; None: none has.
-        """
+        """Begin without a tree. ``drafter``: NAME or NAME@VERSION; empty: the default one;
+        ``local``: the verifier's own guesses alone; None: none. ``always_draft``: before every
+        step, whatever the scheduler says; ``max_nodes``: of a tree, 0 for no limit of its own;
+        ``timeout``: seconds after which a step goes on without its tree, None: by the drafter's
+        mean time; ``isolated``: the drafter uses no other texts for it, nor it for others;
+        ``trace``: its rounds that have spans."""
         self.text = text
         self.drafter = drafter
         self.always_draft = always_draft

@@ -188,17 +188,12 @@ class PagePool:
         states: Mapping[int, Tensor],
         moved: Tensor | None,
     ) -> None:
-        """Write hidden states of a step, without waiting for the device.
-
-        A row of a tree whose KV was moved is written where its KV is; other rows of the tree are
-        written behind the committed length, as all rows of a block whose KV has not moved yet.
-
-        Args:
-            blocks: Where hidden states of a sequence go, the position of its first row, its rows
-                of the step, and the first of them in ``moved``; None if they are not in it.
-            states: Outputs of tapped layers for all rows of the step, ``[M, hidden]`` each.
-            moved: What :meth:`keep_accepted` returned; None: nothing was moved.
-        """
+        """Write hidden states of a step, without waiting for the device. A row of a tree whose KV
+        was moved is written where its KV is; other rows of the tree are written behind the
+        committed length, as all rows of a block whose KV has not moved yet. ``blocks`` say where
+        the states of a sequence go, the position of its first row, its rows of the step, and the
+        first of them in ``moved``, which :meth:`keep_accepted` returned, or None; ``states`` are
+        outputs of tapped layers for all rows, ``[M, hidden]`` each."""
         planes = {layer: index for index, layer in enumerate(states)}
         stacked = torch.stack([*states.values()])
         parts = []

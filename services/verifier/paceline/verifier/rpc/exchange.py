@@ -61,15 +61,11 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
         needs_token: bool = False,
         review: Callable[[exchange_pb2.DrafterList], None] | None = None,
     ) -> None:
-        """Make a servicer; :meth:`start` opens its socket.
-
-        ``store`` has the caches that drafters may map; None if there are none.
-
-        ``path`` is the file of the Unix socket, which drafter services must see under the same
-        path; None if it has an abstract name, for the network namespace of this process.
-        ``needs_token`` says that calls need one: then its holders may connect as other users.
-        ``review`` removes drafters that cannot be used from a list, or raises ``ServiceError`` for
-        the service."""
+        """Make a servicer; :meth:`start` opens its socket, a file ``path`` that drafter services
+        must see under the same path; None: an abstract name, for the network namespace of this
+        process. ``store`` has the caches that drafters may map; ``needs_token`` says that calls
+        need one: then its holders may connect as other users. ``review`` removes drafters that
+        cannot be used from a list, or raises ``ServiceError`` for the service."""
         self._model = model
         self._engine = engine
         self._store = store

@@ -142,11 +142,9 @@ def _seconds(
     context: float,
     nodes: int,
 ) -> list[float]:
-    """Times of steps with ``tokens`` to ``tokens`` + ``nodes`` batch tokens.
-
-    They are interpolated linearly. Beyond the last point they grow as between the last two, at most
-    in proportion to the batch tokens.
-    """
+    """Times of steps with ``tokens`` to ``tokens`` + ``nodes`` batch tokens, interpolated linearly.
+    Beyond the last point they grow as between the last two, at most in proportion to the batch
+    tokens."""
     last, end = grid.tokens[-1], seconds[-1]
     slope = (end - seconds[-2]) / (last - grid.tokens[-2])
     slope = max(0.0, min(slope, end / last))
@@ -175,16 +173,10 @@ def rising_table() -> CostTable:
 
 
 def profile(decoder: Decoder, max_context: int, seconds: float = _PROFILE_SECONDS) -> CostTable:
-    """Measure the table of a model: about three seconds for a small one, at most some dozen steps
-    for one whose steps are long.
-
-    Call it where the model's math threads are the ones that serve.
-
-    Args:
-        decoder: The model.
-        max_context: Longest text that will be served. Unit: tokens.
-        seconds: After these the steps are not measured once more.
-    """
+    """Measure the table of a model for texts of at most ``max_context`` tokens: about three seconds
+    for a small one, at most some dozen steps for one whose steps are long. After so many
+    ``seconds`` they are not measured once more. Call it where the model's math threads are the ones
+    that serve."""
     max_tokens = min(max_context, _KV_BYTES // decoder.config.kv_bytes_per_token)
     far = max(2 * _NEAR, min(_FAR, max_tokens))
     run = _runner(decoder, far)

@@ -82,15 +82,10 @@ class Scheduler:
         *,
         lockstep: bool = False,
     ) -> None:
-        """Make a scheduler by step times as profiled, which are corrected as steps run.
-
-        Args:
-            costs: Times of steps. Unit: seconds.
-            max_nodes: Largest node budget.
-            clock: The engine's. Unit: seconds.
-            lockstep: No drafter works during a step, so a step without drafted nodes is a plain one
-                whatever was drafted before it.
-        """
+        """Make a scheduler by step times as profiled, which are corrected as steps run, for budgets
+        of at most ``max_nodes``. ``clock`` is the engine's, in seconds. ``lockstep``: no drafter
+        works during a step, so a step without drafted nodes is a plain one whatever was drafted
+        before it."""
         self._now = clock
         self._lockstep = lockstep
         self.costs = Costs(costs)
@@ -119,15 +114,10 @@ class Scheduler:
         attended: int,
         away: int,
     ) -> list[TokenTree]:
-        """Cut the trees of a step that begins now.
-
-        Args:
-            jobs: Its generations, at least one.
-            trees: Their trees, likeliest nodes first.
-            tokens: Batch tokens without any drafted node: one anchor a generation, and prompts.
-            attended: KV tokens that they attend to, summed over them.
-            away: Generations that wait for a tree meanwhile.
-        """
+        """Cut the trees of a step that begins now, whose nodes are sorted by falling survival.
+        Without drafted nodes it has so many batch ``tokens``, one anchor a generation and prompts,
+        which attend to ``attended`` KV tokens in all; ``away`` generations wait for a tree
+        meanwhile."""
         began = self._now()
         states = [self._state(job) for job in jobs]
         context = self._context = attended / tokens
@@ -168,17 +158,12 @@ class Scheduler:
         return [tree.first(count) for tree, count in zip(trees, counts, strict=True)]
 
     def prompt_tokens(self, streams: int, rounds: int, begins: int, most: int) -> int:
-        """Tokens of prompts that the next step takes beside texts that run, at most ``most``.
+        """Tokens of prompts that the next step takes, at most ``most``, beside ``streams`` texts
+        whose ``rounds`` have so many batch tokens; the first prompt ``begins`` behind so many.
 
         They leave it within :data:`MAX_GAP`. Where drafted nodes need more than half of this time,
         prompts have the other half all the same, and never less than :data:`MIN_PROMPT`, so that
         they go on beside any load.
-
-        Args:
-            streams: Texts that run.
-            rounds: Batch tokens of their rounds, drafted nodes included.
-            begins: Tokens of the first prompt that are computed.
-            most: The engine's limit.
         """
         plain = self.costs.plain_seconds(streams, streams, self._context)
         beside = self.costs.plain_seconds(streams, rounds, self._context)
@@ -189,15 +174,12 @@ class Scheduler:
         return min(most, max(MIN_PROMPT, room))
 
     def hold(self, ready: int, arrivals: Sequence[float]) -> float:
-        """Time for which a step had better wait for trees; 0: it begins now. Unit: seconds.
+        """Seconds for which a step had better wait for trees, expected at ``arrivals``
+        (time.perf_counter), while so many generations and prompts are ``ready``; 0: it begins now.
 
         Generations whose trees come during a step wait for its end. If the step waits, those that
-        are ready, and prompts, wait for the trees. Whichever costs less in all is chosen, so
-        generations that draft and others share steps.
-
-        Args:
-            ready: Generations and prompts that are ready, at least one.
-            arrivals: When the trees of the others are expected (time.perf_counter).
+        are ready wait for the trees. Whichever costs less in all is chosen, so generations that
+        draft and others share steps.
         """
         now = self._now()
         step = self.costs.seconds(ready, ready, self._context)[0]
@@ -359,17 +341,13 @@ class Scheduler:
         self.costs.load_json(stored["costs"])
 
     def _charge(self, plan: _Plan, here: Sequence[SequenceState], passed: float) -> None:
-        """Charge drafting sequences with the time by which they make a step longer.
+        """Charge drafting sequences with the time by which they make a step longer; ``here`` are
+        the states of its generations, ``passed`` plain tokens its duration.
 
         All sequences in a step lose this time, whoever's nodes it verifies. They get it back, and
         each tree pays by its number of nodes. A sequence would otherwise stop drafting because
         others draft, and they would slow it down all the same. Without trees, sequences that draft
         meanwhile pay: on a CPU their drafters take time from the step.
-
-        Args:
-            plan: The step.
-            here: The states of its generations.
-            passed: Its duration. Unit: plain tokens.
         """
         payers = list(zip(here, plan.nodes, strict=True))
         if not any(plan.nodes):
@@ -439,14 +417,11 @@ def admit(
 
 
 def min_survival(emitted: int, seconds: Sequence[float]) -> float:
-    """Survival below which no node is worth its time, whatever others are drafted like it.
+    """Survival below which no node is worth its time, whatever others are drafted like it, in a
+    step that emits so many tokens and takes ``seconds`` with 0, 1, 2, ... nodes.
 
     Nodes as likely as this gain what they cost where a node costs least. So :func:`admit` takes
     none of trees whose nodes are all less likely, and sources need not make them.
-
-    Args:
-        emitted: Tokens that the step emits without any node.
-        seconds: Time of the step with 0, 1, 2, ... nodes, at least one.
     """
     plain, *others = seconds
     return emitted * min((each / plain - 1) / nodes for nodes, each in enumerate(others, 1))
@@ -472,19 +447,13 @@ def load_scheduler(
     again: bool = False,
     measure: Callable[[Decoder, int], CostTable] = profile,
 ) -> Scheduler:
-    """The scheduler of a model's shape on this kind of machine, with what the last one learnt.
+    """The scheduler of a model's shape on this kind of machine, with what the last one learnt;
+    weights make no difference.
 
-    Weights make no difference. The table is measured if none is stored. Of several processes that
-    start at a time one measures, and the others wait for it: they would only disturb each other. A
-    table whose steps then took much less time than it says was measured on a busy machine: it is
-    measured again, and what was learnt with it is dropped.
-
-    Args:
-        decoder: The model.
-        max_context: Longest text that will be served. Unit: tokens.
-        max_nodes: Largest node budget.
-        again: Measure even if a table is stored.
-        measure: Measures a table on a CPU.
+    The table is measured if none is stored, or ``again``. Of several processes that start at a time
+    one measures, and the others wait for it: they would only disturb each other. A table whose
+    steps then took much less time than it says was measured on a busy machine: it is measured
+    again, and what was learnt with it is dropped.
     """
     file = _file(decoder)
     with _alone(file.with_suffix(".lock")):

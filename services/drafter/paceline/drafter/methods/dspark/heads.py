@@ -141,18 +141,11 @@ class DSparkHeads:
     def forward(
         self, hidden: Tensor, logits: Tensor, before: Tensor, level: int
     ) -> tuple[Tensor, Tensor | None]:
-        """Run the heads for the next level of S trees with F parents each.
-
-        Args:
-            hidden: The backbone's hidden states of the level, ``[S, hidden]``.
-            logits: The target's logits of them, ``[S, V]`` or of drafted tokens alone.
-            before: The parents' tokens, int64 ``[S, F]``.
-            level: Number of the level; 0 is below the anchor.
-
-        Returns:
-            Logits after each parent, ``[S, F, V]``, and log probabilities that a token of the level
-            is accepted, float64 ``[S, F]``, None without a confidence head.
-        """
+        """Run the heads for a level (0: below the anchor) of S trees with F parents each, by the
+        backbone's hidden states ``[S, hidden]``, the target's logits of them ``[S, V]`` or of
+        drafted tokens alone, and the parents' tokens, int64 ``[S, F]``. Returns logits after each
+        parent, ``[S, F, V]``, and log probabilities that a token of the level is accepted, float64
+        ``[S, F]``, None without a confidence head."""
         hidden, logits = hidden.to(self._dtype), logits.to(self._dtype)[:, None]
         rows = self._rows[before]
         logs = None
