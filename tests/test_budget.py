@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BUDGET = {
     "kernels": 10_722,
     "services/common": 18_146,
-    "services/verifier": 10_253,
+    "services/verifier": 10_248,
     "services/drafter": 10_041,
     "client": 17_599,
     "train": 5_972,

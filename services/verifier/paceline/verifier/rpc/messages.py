@@ -14,7 +14,7 @@ from paceline.service.tasks import in_thread
 from paceline.text import Text, sampling_rules
 from paceline.tree import MAX_NODES, TokenTree, TreeError
 from paceline.v1 import sampling_pb2, tree_pb2, verifier_pb2
-from paceline.verifier.engine.drafted import Share, StepOutput
+from paceline.verifier.engine.drafted import StepOutput
 from paceline.verifier.engine.job import ConstraintFailed, Request, SequenceClosed, StepFailed
 from paceline.verifier.grammar import Grammar, GrammarError, Grammars, GrammarsBusy, Kind
 from paceline.verifier.kv.base import OutOfMemory, Taps
@@ -191,11 +191,6 @@ def write_result(
     )
     result.top_logprobs.extend(map(write_top, output.top_logprobs))
     return result
-
-
-def write_share(share: Share) -> verifier_pb2.SourceShare:
-    """The message of a source's share."""
-    return verifier_pb2.SourceShare(**share._asdict())
 
 
 def write_top(top: Sequence[tuple[int, float]]) -> verifier_pb2.TopLogprobs:

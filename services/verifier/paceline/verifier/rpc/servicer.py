@@ -31,7 +31,6 @@ from paceline.verifier.rpc.messages import (
     check_drafter,
     read_request,
     write_result,
-    write_share,
     write_top,
 )
 from paceline.verifier.rpc.streams import first_message, write
@@ -175,7 +174,8 @@ class GenerateCall:
             response.tree.tokens.extend(draft.tree.tokens)
             response.tree.parents.extend(draft.tree.parents)
             if draft.tree.sources:
-                response.sources.extend(write_share(each) for each in shares(report))
+                for share in shares(report):
+                    response.sources.append(verifier_pb2.SourceShare(**share._asdict()))
             response.draft_us = draft.draft_us
             response.queue_us += draft.queue_us
             response.kv_bytes = draft.kv_bytes
