@@ -17,6 +17,7 @@ import torch
 from decoder_cases import FAMILIES
 from gguf_files import write_gguf
 
+from paceline.bench.reference import rotated_rows
 from paceline.convert import convert, load_decoder, open_model, prepare, sandbox, store
 from paceline.convert.sandbox import Progress, run_in_child
 from paceline.convert.weights import plain
@@ -278,7 +279,7 @@ def test_a_tied_embedding_is_in_memory_once(weights: str) -> None:
     tokens = torch.tensor([0, 9, decoder.config.vocab_size - 1])
     expected = plain(stored, torch.float32)
     if weights == "int8":
-        expected = RotatedMatrix.of(expected).rows(tokens)
+        expected = rotated_rows(RotatedMatrix.of(expected), tokens)
         assert (expected - plain(stored, torch.float32)[tokens]).abs().max() < 0.01
     else:
         expected = expected[tokens]

@@ -11,6 +11,7 @@ import torch
 from decoder_cases import FAMILIES, extend, load, random_tokens
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from one_by_one import run_one_by_one
 from torch import Tensor
 
 from paceline.decoder import Decoder, LocalCache
@@ -28,7 +29,6 @@ from paceline.kernels import (
     TreePlan,
     plan_trees,
 )
-from paceline.kernels.operations import run_one_by_one
 from paceline.kernels.program import Program
 
 

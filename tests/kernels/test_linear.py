@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kernel_cases import LEVELS, ProgramRows, compiled
 from torch import Tensor
 
-from paceline.bench.reference import ReferenceKernels
+from paceline.bench.reference import ReferenceKernels, rotated_rows
 from paceline.kernels import choose_numerics, cpu_kernels
 from paceline.kernels.linear import (
     FORMATS,
@@ -336,7 +336,7 @@ def test_single_rows_are_those_that_were_packed(level: str, format: str) -> None
     elif format == "rotated":
         weight = random((50, 96))
         packed = pack_rotated(RotatedMatrix.of(weight))
-        stored = RotatedMatrix.of(weight).rows(torch.arange(50))
+        stored = rotated_rows(RotatedMatrix.of(weight), torch.arange(50))
         assert (stored - weight).norm() < 0.01 * weight.norm(), "they are not rotated any more"
     else:
         blocks = random_blocks(50, 96, 8 if format == "int8" else 4, format == "int4", True, 1)

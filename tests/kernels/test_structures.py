@@ -42,5 +42,5 @@ def test_both_sides_mean_the_same(tmp_path: Path) -> None:
 
 
 def test_every_kind_of_operation_runs_both_ways() -> None:
-    assert list(OPERATIONS) == list(Kind)
+    assert OPERATIONS.keys() == set(Kind) - {Kind.DELTA}  # GPUs do not have it
     assert all(kind.name in structures.CODES for kind in Kind)

@@ -29,8 +29,8 @@ from paceline.kernels import (
     send,
 )
 from paceline.kernels.attention import record_scores
-from paceline.kernels.caches import from_rows, span, write
-from paceline.kernels.rotated import LARGEST, SMALLEST, IntSums, rotate
+from paceline.kernels.caches import PagedPlane, from_rows, span, to_rows
+from paceline.kernels.rotated import LARGEST, SMALLEST, IntSums, RotatedMatrix
 from paceline.kernels.rows import normalised
 from paceline.kernels.sampling import resampled
 
@@ -44,6 +44,32 @@ def register(kind: str = "cpu") -> None:
 
 def _scaled(given: G | IntSums) -> G | Tensor:
     return given.scaled() if isinstance(given, IntSums) else given
+
+
+def write(plane: Plane, start: int, rows: Tensor) -> None:
+    """Fill the slots from ``start`` on with ``[Hkv, n, D]``, converted to the plane's type."""
+    if isinstance(plane, PagedPlane):
+        slots = torch.arange(start, start + rows.shape[1], device=rows.device)
+        pages = plane.tables[plane.row, slots // plane.page_size].long()
+        plane.pool[pages, :, slots % plane.page_size] = rows.transpose(0, 1).to(plane.dtype)
+    else:
+        plane.narrow(1, start, rows.shape[1]).copy_(to_rows(rows, plane.dtype))
+
+
+def rotate(x: Tensor, size: int) -> Tensor:
+    """Hadamard transforms, not normalised, of blocks of ``size`` columns: float32 ``[rows, n]``."""
+    found: Tensor = x.unflatten(1, (-1, size))
+    step = 1
+    while step < size:
+        low, high = found.unflatten(2, (-1, 2, step)).unbind(3)
+        found = torch.stack([low + high, low - high], 3).flatten(2)
+        step *= 2
+    return found.flatten(1)
+
+
+def rotated_rows(matrix: RotatedMatrix, indices: Tensor) -> Tensor:
+    """The weights of some outputs, int64 ``[n]``, not rotated: float32 ``[n, ins]``."""
+    return rotate(matrix.values[indices].float(), matrix.size) * matrix.scale[indices, None]
 
 
 class ReferenceRows:

@@ -19,7 +19,6 @@ from pathlib import Path
 
 SOURCES = Path(__file__).parent / "native"
 PREBUILT = Path(__file__).parent / "prebuilt"  # folder of the libraries in a platform wheel
-
 _AVX2 = ("avx2", "fma", "bmi2", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
 _VNNI = (*_AVX512, "avx512_vnni")
@@ -91,11 +90,8 @@ def file_name(level: str) -> str:
 
 
 def build(level: str, folder: Path) -> Path:
-    """Compile one level into ``folder``, unless it exists; returns the library's path.
-
-    Raises:
-        OSError: There is no compiler, it failed, or the folder cannot be written.
-    """
+    """Compile one level into ``folder``, unless it exists; returns the library's path. Raises
+    ``OSError``: there is no compiler, it failed, or the folder cannot be written."""
     path = folder / file_name(level)
     if not path.is_file():
         _compile(_compiler(), compiler_flags(level), path)
@@ -103,12 +99,9 @@ def build(level: str, folder: Path) -> Path:
 
 
 def build_ahead(folder: Path) -> list[Path]:
-    """Compile all levels but plain C, for a wheel; returns the libraries' paths.
-
-    Raises:
-        OSError: There is no compiler, it failed, or the folder cannot be written.
-        ValueError: This machine is not x86-64 Linux.
-    """
+    """Compile all levels but plain C, for a wheel; returns the libraries' paths. Raises
+    ``OSError``: there is no compiler, it failed, or the folder cannot be written; ``ValueError``:
+    this machine is not x86-64 Linux."""
     if not (_X86 and sys.platform == "linux"):
         here = f"{platform.machine()} {sys.platform}"
         raise ValueError(f"kernels are compiled ahead on x86-64 Linux only, not on {here}")

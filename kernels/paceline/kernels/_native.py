@@ -31,14 +31,11 @@ from torch import Tensor
 from paceline.kernels import _compile
 
 VARIABLE = "PACELINE_CPU_LEVEL"
-
 NUMERICS = ("auto", "portable", "avx512_bf16", "amx")  # choices of `choose_numerics`
 
 # Numerics that levels have beside "portable", fastest first.
 _OWN_NUMERICS = {"amx": ("amx", "avx512_bf16"), "avx512bf16": ("avx512_bf16",)}
-
 _loading = Lock()
-
 _AT, _COUNT, _KEY = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64
 _FLOAT, _DOUBLE = ctypes.c_float, ctypes.c_double
 # Types of the result and the arguments of each function.
@@ -77,11 +74,8 @@ class KernelsError(OSError):
 
 
 def address(tensor: Tensor, name: str) -> int:
-    """Address of a tensor for a native call.
-
-    Raises:
-        ValueError: It is not on the CPU. C would read an address of another device.
-    """
+    """Address of a tensor for a native call. Raises ``ValueError``: it is not on the CPU. C would
+    read an address of another device."""
     if not tensor.is_cpu:
         raise ValueError(f"{name} is on {tensor.device}, expected the CPU for compiled CPU kernels")
     return tensor.data_ptr()
@@ -93,12 +87,9 @@ def library() -> ctypes.CDLL:
 
 
 def cpu_kernels() -> CpuKernels:
-    """Load the kernels, compiled first if necessary; any thread may call first.
-
-    Raises:
-        KernelsError: They cannot be compiled or loaded, or this processor does not have the level
-            in ``PACELINE_CPU_LEVEL``.
-    """
+    """Load the kernels, compiled first if necessary; any thread may call first. Raises
+    ``KernelsError``: they cannot be compiled or loaded, or this processor does not have the level
+    in ``PACELINE_CPU_LEVEL``."""
     with _loading:  # a level is compared with plain C in memory that is not a thread's own
         return _load_kernels()
 
@@ -213,11 +204,8 @@ def choose_numerics(requested: str, multiplied: Container[str] = NUMERICS) -> st
     and have the bits of processors with these instructions. "auto" takes the fastest that the level
     in use has, among those in ``multiplied``.
 
-    Returns:
-        "portable", "avx512_bf16" or "amx", for :class:`~paceline.kernels.Recorder`.
-
-    Raises:
-        ValueError: Another name, or one whose instructions the level in use does not have.
+    Returns "portable", "avx512_bf16" or "amx", for :class:`~paceline.kernels.Recorder`. Raises
+    ``ValueError``: another name, or one whose instructions the level in use does not have.
     """
     own = _OWN_NUMERICS.get(cpu_kernels().level, ())
     able = [name for name in NUMERICS if name in ("auto", "portable", *own)]

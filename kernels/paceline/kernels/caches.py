@@ -22,7 +22,6 @@ from paceline.kernels.structures import CCache
 # as a power of two, and those of 512 elements fit none in 16 bits: they take 256 KiB of shared
 # memory, of which a program on an H100 has 227. In float32 they take 161 KiB, which few GPUs have.
 MAX_GPU_WIDTH = 256
-
 SCALE_BYTES = 4
 _LARGEST = 127
 _MIN_LARGEST = 2.0**-100
@@ -83,23 +82,10 @@ class PagedPlane:
         return self.pool.shape[1], self.capacity, self.pool.shape[3]
 
     def gather(self, slots: Tensor) -> Tensor:
-        """A copy of some slots.
-
-        Args:
-            slots: int64 ``[n]`` on the pool's device.
-
-        Returns:
-            ``[Hkv, n, D]``.
-        """
-        return self.pool[self._pages(slots), :, slots % self.page_size].transpose(0, 1)
-
-    def write(self, slots: Tensor, rows: Tensor) -> None:
-        """Fill slots, int64 ``[n]``, with ``[Hkv, n, D]``, converted to the pool's type."""
-        rows = rows.transpose(0, 1).to(self.pool.dtype)
-        self.pool[self._pages(slots), :, slots % self.page_size] = rows
-
-    def _pages(self, slots: Tensor) -> Tensor:
-        return self.tables[self.row, slots // self.page_size].long()
+        """A copy of some slots. ``slots``: int64 ``[n]`` on the pool's device. Returns ``[Hkv, n,
+        D]``."""
+        pages = self.tables[self.row, slots // self.page_size].long()
+        return self.pool[pages, :, slots % self.page_size].transpose(0, 1)
 
 
 # Keys or values of a layer and sequence: `[Hkv, capacity, D]`, or the same in pages; see
@@ -119,14 +105,6 @@ def span(plane: Plane, start: int, stop: int) -> Tensor:
     return plane[:, start:stop]
 
 
-def write(plane: Plane, start: int, rows: Tensor) -> None:
-    """Fill the slots from ``start`` on with ``[Hkv, n, D]``, converted to the plane's type."""
-    if isinstance(plane, PagedPlane):
-        plane.write(torch.arange(start, start + rows.shape[1], device=rows.device), rows)
-    else:
-        plane.narrow(1, start, rows.shape[1]).copy_(to_rows(rows, plane.dtype))
-
-
 class KVCacheView(Protocol):
     """The KV cache of one sequence.
 
@@ -138,12 +116,10 @@ class KVCacheView(Protocol):
     def table(self) -> LayerTable | None:
         """Addresses of all layers, made anew when the memory changes; None: KV in pages, or not on
         the CPU."""
-        ...
 
     def layer(self, index: int) -> tuple[Plane, Plane]:
         """Keys and values of a layer, each ``[Hkv, capacity, D]``, writable, last dim dense; int8
         as in :mod:`paceline.kernels.caches`."""
-        ...
 
 
 class LayerTable:
@@ -158,11 +134,8 @@ class LayerTable:
         return cls(layers) if layers[0][0].is_cpu else None
 
     def __init__(self, layers: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Make the table of planes ``[Hkv, capacity, D]`` of one shape and type, on the CPU.
-
-        Raises:
-            ValueError: Shapes or types differ, or a last dimension is not dense.
-        """
+        """Make the table of planes ``[Hkv, capacity, D]`` of one shape and type, on the CPU. Raises
+        ``ValueError``: shapes or types differ, or a last dimension is not dense."""
         first = layers[0][0]
         self.layers = len(layers)  # number of layers
         self.dtype = first.dtype  # type of keys and values

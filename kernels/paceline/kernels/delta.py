@@ -17,17 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu, softplus
 
 from paceline.kernels._native import address
-from paceline.kernels.rows import Norm, normalised
+from paceline.kernels.rows import Norm
 from paceline.kernels.structures import CDelta, CStates
 from paceline.kernels.trees import QueryBlock
 
 if TYPE_CHECKING:
     from paceline.kernels.program import Pass
-
-_UNIT_EPS = 1e-6
 
 
 @dataclass(frozen=True)
@@ -190,11 +187,8 @@ class RecurrentStates:
         )
 
     def copy_prefix(self, source: RecurrentStates, tokens: int) -> None:
-        """Take over the states behind so many tokens of another sequence.
-
-        Raises:
-            ValueError: They are not kept; see :meth:`reusable`.
-        """
+        """Take over the states behind so many tokens of another sequence. Raises ``ValueError``:
+        they are not kept; see :meth:`reusable`."""
         found = source._covering(tokens)
         if found is None or found.position is None:
             if tokens:
@@ -229,11 +223,8 @@ class DeltaPass:
     """The states of all sequences in one pass."""
 
     def __init__(self, call: Pass) -> None:
-        """Begin it.
-
-        Raises:
-            ValueError: States that it needs are not kept, or a cache has none.
-        """
+        """Begin it. Raises ``ValueError``: states that it needs are not kept, or a cache has
+        none."""
         blocks = call.plan.blocks
         last = {block.sequence: index for index, block in enumerate(blocks)}
         # Rows of each block that the stored states will include.
@@ -280,27 +271,6 @@ class DeltaPass:
                 setattr(row, f"{name}_log", slot.log.data_ptr())
         return states, (ctypes.c_int64 * len(self.committed))(*self.committed)
 
-    def run(self, delta: Delta, layer: int, call: Pass, x: Tensor) -> Tensor:
-        """The outputs of a layer in torch operations, row by row.
-
-        Args:
-            delta: The layer.
-            layer: Its number among such layers.
-            call: The pass.
-            x: ``[M, width]`` of its input.
-
-        Returns:
-            float32 ``[M, Hv Dv]``.
-        """
-        out = torch.empty(len(x), delta.shape.value_heads * delta.shape.value_dim)
-        rows = zip(call.plan.blocks, call.plan.offsets, self.committed, strict=False)
-        for block, row, committed in rows:
-            step = self.steps[block.sequence]
-            assert step is not None
-            part = slice(row, row + block.length)
-            out[part] = _run_block(delta, layer, step, block, committed, x[part].float())
-        return out
-
 
 def _committed(last: QueryBlock) -> int:
     """Rows of a sequence's last block that are stored: all of a text, the root of a tree."""
@@ -308,57 +278,3 @@ def _committed(last: QueryBlock) -> int:
         return last.length
     roots = 1 if last.parents is None else last.parents.count(-1)
     return 1 if roots == 1 else 0
-
-
-def _run_block(
-    delta: Delta, layer: int, step: _Step, block: QueryBlock, committed: int, x: Tensor
-) -> Tensor:
-    shape, taps = delta.shape, delta.shape.taps
-    begins = block.start == step.start
-    source, replayed = (step.source, step.replayed) if begins else (step.target, 0)
-    logged = x[:, : shape.logged]
-    before = source.log[layer, :replayed]
-    channels = torch.cat(
-        [source.window[layer], before[:, : shape.channels], logged[:, : shape.channels]]
-    )
-    scalars = torch.cat([before[:, shape.channels :], logged[:, shape.channels :]])
-    state, states, outs = source.state[layer], dict[int, Tensor](), []
-    for n in range(-replayed, block.length):
-        path, at = [], n
-        for _ in range(taps):
-            path.append(taps - 1 + replayed + at)
-            at = block.parents[at] if block.parents is not None and at > 0 else at - 1
-        mixed = silu((channels[path[::-1]] * delta.convolution).sum(0))
-        if n >= committed:
-            parent = n - 1 if block.parents is None else block.parents[n]
-            found, read = _token(delta, states.get(parent, state), mixed, scalars[replayed + n])
-            states[n] = found
-        else:
-            state, read = _token(delta, state, mixed, scalars[replayed + n])
-        if n >= 0:
-            outs.append(read)
-    end = replayed + committed
-    step.target.state[layer] = state
-    step.target.window[layer] = channels[end : end + taps - 1].clone()
-    step.target.log[layer, : block.length - committed] = logged[committed:]
-    gates = silu(x[:, shape.logged :].unflatten(1, (shape.value_heads, -1)))
-    return (normalised(torch.stack(outs), delta.norm) * gates).flatten(1)
-
-
-def _token(delta: Delta, state: Tensor, mixed: Tensor, scalars: Tensor) -> tuple[Tensor, Tensor]:
-    """The state ``[Hv, Dk, Dv]`` behind a token, and its output ``[Hv, Dv]``."""
-    shape = delta.shape
-    keys = shape.key_heads * shape.key_dim
-    q, k, v = mixed.split([keys, keys, shape.value_heads * shape.value_dim])
-    group = shape.value_heads // shape.key_heads
-    q, k = (_unit(each.view(shape.key_heads, -1)).repeat_interleave(group, 0) for each in (q, k))
-    beta, decay = scalars.chunk(2)
-    decay = torch.exp(-delta.rates * softplus(decay + delta.bias))[:, None, None]
-    state = state * decay
-    wrong = v.view(shape.value_heads, -1) - (state * k[:, :, None]).sum(1)
-    state = state + k[:, :, None] * (wrong * (delta.beta * beta.sigmoid())[:, None])[:, None, :]
-    return state, (state * (q * shape.key_dim**-0.5)[:, :, None]).sum(1)
-
-
-def _unit(x: Tensor) -> Tensor:
-    return x * (x.square().sum(-1, keepdim=True) + _UNIT_EPS).rsqrt()

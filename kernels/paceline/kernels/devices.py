@@ -29,27 +29,23 @@ class DeviceKernels(Protocol):
     @property
     def rows(self) -> RowKernels:
         """The row-wise operations."""
-        ...
 
     def attend(self, call: AttentionCall) -> None:
         """Write the attention of every packed row, and what the call asks for beside it."""
 
     def quantise_rows(self, x: Tensor, size: int) -> tuple[Tensor, Tensor]:
         """See :func:`paceline.kernels.rotated.quantise_rows`."""
-        ...
 
     def scale_sums(
         self, sums: Tensor, rows: Tensor, outs: Tensor, bias: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
         """See :func:`paceline.kernels.rotated.scale_sums`."""
-        ...
 
     def multiply_by_experts(
         self, x: Tensor, weights: Tensor, bias: Tensor | None, chosen: Tensor
     ) -> Tensor:
         """Rows ``[n, ins]`` by matrices ``[experts, outs, ins]`` and biases ``[experts, outs]`` of
         the same type: each by that of its expert, int64 ``[n]``, rising."""
-        ...
 
     def perturb(
         self,
@@ -59,7 +55,6 @@ class DeviceKernels(Protocol):
         ids: Tensor | None,
     ) -> Tensor:
         """See :func:`paceline.kernels.perturbed_logits`."""
-        ...
 
     def accept_drafts(
         self, scores: Tensor, tokens: Tensor, drafts: NDArray[np.int64], chances: NDArray[np.int64]
@@ -77,7 +72,6 @@ class DeviceKernels(Protocol):
 
     def best_candidates(self, logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """See :func:`paceline.kernels.best_candidates`."""
-        ...
 
 
 # By type of device. Tests and measurements add reference kernels for "cpu".
@@ -86,11 +80,8 @@ LOADERS: dict[str, Callable[[], DeviceKernels]] = {}  # called at the first use
 
 
 def kernels_for(device: torch.device | str) -> DeviceKernels:
-    """The kernels of a device.
-
-    Raises:
-        RuntimeError: There are none: on a CPU compiled programs run, and nothing but them.
-    """
+    """The kernels of a device. Raises ``RuntimeError``: there are none: on a CPU compiled programs
+    run, and nothing but them."""
     kind = torch.device(device).type
     if kind not in LOADED:
         if kind not in LOADERS:
@@ -153,11 +144,7 @@ def tree_attention(
 
 
 def _check(
-    q: Tensor,
-    keys: Sequence[Plane],
-    values: Sequence[Plane],
-    plan: TreePlan,
-    window: int | None,
+    q: Tensor, keys: Sequence[Plane], values: Sequence[Plane], plan: TreePlan, window: int | None
 ) -> None:
     if window is not None and window < 1:
         raise ValueError(f"window is {window}, expected 1 or more, or None for all")

@@ -34,18 +34,13 @@ from paceline.kernels.structures import (
     CQueryBlock,
     CRun,
 )
-from paceline.kernels.trees import (
-    MAX_TREE_NODES,
-    QueryBlock,
-    TreePlan,
-)
+from paceline.kernels.trees import MAX_TREE_NODES, QueryBlock, TreePlan
 
 if TYPE_CHECKING:
     from paceline.kernels.linear import PackedMatrix
 
 # Types of caches, in the order of `native/cache_rows.h`.
 CACHE_TYPES = (torch.float32, torch.bfloat16, torch.int8)
-
 _OUT_OF_MEMORY = 1
 _ZEROS = (ctypes.c_int32 * MAX_TREE_NODES)()
 _RISING = (ctypes.c_int32 * (MAX_TREE_NODES + 1))(*range(MAX_TREE_NODES + 1))
@@ -87,7 +82,7 @@ class NativeTables:
         return plan.native[group]
 
 
-def _fill_tree(entry: CQueryBlock, block: QueryBlock) -> ctypes.Array[ctypes.c_int32]:
+def _fill_tree(entry: ctypes.Structure, block: QueryBlock) -> ctypes.Array[ctypes.c_int32]:
     """Set the depths and root-first paths of a tree in ``entry``; returns their memory."""
     assert block.parents is not None
     paths: list[list[int]] = []
@@ -131,11 +126,8 @@ class NativeProgram:
     """A program as C structures. Safe to run on several threads: each has its own memory."""
 
     def __init__(self, library: ctypes.CDLL, program: Program) -> None:
-        """Translate a program.
-
-        Raises:
-            ValueError: Widths that the compiled code does not have.
-        """
+        """Translate a program. Raises ``ValueError``: widths that the compiled code does not
+        have."""
         _check(program)
         self._heads, self._layers, self._dtype = program.heads, program.layers, program.dtype
         self.numerics = program.numerics  # numerics of the program
@@ -254,7 +246,7 @@ class NativeProgram:
             states.finish()
         return PassResult(logits, taps, queries)
 
-    def _translate(self, op: Operation) -> COperation:
+    def _translate(self, op: Operation) -> ctypes.Structure:
         weights: list[int | None] = [None, None]
         if isinstance(op.table, Tensor):
             weights[0] = address(op.table, "an embedding")
@@ -302,7 +294,7 @@ class NativeProgram:
         self._kept.append(matrices)
         return ctypes.addressof(matrices)
 
-    def _add_contexts(self, run: CRun, call: Pass, kept: list[Any]) -> None:
+    def _add_contexts(self, run: ctypes.Structure, call: Pass, kept: list[Any]) -> None:
         """The contexts as caches, and each block as nodes that attend to a prefix and its end."""
         tables = self._check_caches([context.cache.table for context in call.contexts], 1)
         for context, table in zip(call.contexts, tables, strict=True):
@@ -415,12 +407,9 @@ class Executor:
     def run(self, call: Pass) -> PassResult:
         """Run the operations; keys and values are written to the caches.
 
-        On a CPU one native call runs them all.
-
-        Raises:
-            IndexError: A token or a selected row does not exist.
-            ValueError: The caches do not fit the plan.
-            MemoryError: Memory ran out.
+        On a CPU one native call runs them all. Raises ``IndexError``: a token or a selected row
+        does not exist; ``ValueError``: the caches do not fit the plan; ``MemoryError``: memory ran
+        out.
         """
         caches = (*call.caches, *(context.cache for context in call.contexts))
         if self.native is None or any(cache.table is None for cache in caches):

@@ -23,10 +23,8 @@ from paceline.kernels.rotated import RotatedMatrix
 from paceline.kernels.structures import CMatrix
 
 ALIGNMENT = 64  # bytes; a cache line
-
 _CHUNK = 32 << 20
 _HUGE = 2 << 20
-
 _ROWS = 64
 PANEL = 16
 _PADDED = 2 * PANEL
@@ -37,7 +35,6 @@ FORMATS = ("float32", "bfloat16", "int8", "int4", "rotated")
 _BLOCKS = f"exact sums of {QUANT_BLOCK} inputs, in a chain of FMAs over blocks"
 # How each adds up a product, in rising order of the inputs: `native/linear.h` has all of it.
 _SUMS = ("chain of FMAs", "chain of FMAs", _BLOCKS, _BLOCKS, "exact sum of all inputs")
-
 _TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -76,7 +73,7 @@ def _map(size: int) -> Tensor:
 allocate = _Chunks().allocate
 
 
-def multiply_natively(native: ctypes.CDLL, x: Tensor, matrix: CMatrix) -> Tensor:
+def multiply_natively(native: ctypes.CDLL, x: Tensor, matrix: ctypes.Structure) -> Tensor:
     """``x W^T + bias`` by compiled kernels: float32 ``[rows, ins]`` to ``[rows, outs]``, dense."""
     rows, at = len(x), ctypes.addressof(matrix)
     out = torch.empty(rows, matrix.outs)
@@ -133,11 +130,8 @@ class PackedMatrix:
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def rows(self, indices: Tensor) -> Tensor:
-        """The weights of some outputs, int64 ``[n]``: float32 ``[n, ins]``.
-
-        Raises:
-            IndexError: There is no such output.
-        """
+        """The weights of some outputs, int64 ``[n]``: float32 ``[n, ins]``. Raises ``IndexError``:
+        there is no such output."""
         indices = indices.contiguous()
         at, which = address(indices, "indices"), indices.numpy()
         if len(which) and not 0 <= which.min() <= which.max() < self.outs:
@@ -155,7 +149,7 @@ class PackedMatrix:
         facts = {"offset": self.offset, "minima": int(self.minima), "rotation": self.rotation}
         return self.format, sums, {name: str(value) for name, value in facts.items() if value}
 
-    def matrix(self, numerics: str = "portable") -> CMatrix:
+    def matrix(self, numerics: str = "portable") -> ctypes.Structure:
         """The argument of the C kernels, for products in some numerics; valid as long as this
         object lives."""
         found = {name: address(tensor, name) for name, tensor in self.tensors().items()}

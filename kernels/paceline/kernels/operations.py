@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from paceline.kernels.caches import Plane
-from paceline.kernels.delta import DeltaPass
 from paceline.kernels.devices import kernels_for, tree_attention
 from paceline.kernels.program import Kind, Operation, Pass, PassResult, Program, Routing
 from paceline.kernels.rotated import IntSums
@@ -27,7 +26,6 @@ class OneByOne:
     def __init__(self, program: Program, call: Pass) -> None:
         self.program, self.call = program, call
         self.kernels = kernels_for(call.plan.device).rows
-        self.states = DeltaPass(call) if program.recurrent else None
         self.buffers: dict[int, Rows] = {}  # rows by the number of their buffer
         self.taps: dict[int, Tensor] = {}
         self.queries: dict[int, Tensor] = {}
@@ -50,8 +48,6 @@ def run_one_by_one(program: Program, call: Pass) -> PassResult:
         out = OPERATIONS[op.kind](run, op)
         if out is not None:
             run.buffers[op.out] = out
-    if run.states is not None:
-        run.states.finish()
     logits = run.scaled(0) if 0 in run.buffers else torch.empty(0, 0)
     return PassResult(logits, run.taps, run.queries)
 
@@ -115,13 +111,6 @@ def _gate(run: OneByOne, op: Operation) -> Tensor:
     if op.gelu:
         return gelu_gate(run.scaled(op.source))
     return run.kernels.gate(run.buffers[op.source])
-
-
-def _delta(run: OneByOne, op: Operation) -> Tensor:
-    assert op.rule is not None
-    assert run.states is not None
-    x = run.scaled(op.source)
-    return run.states.run(op.rule, op.layer, run.call, x).to(run.program.dtype)
 
 
 def _sigmoid_gate(run: OneByOne, op: Operation) -> None:
@@ -268,8 +257,8 @@ def _attend_context(run: OneByOne, op: Operation) -> Tensor:
     return attended.flatten(1).to(run.program.dtype)
 
 
-# How each kind runs on a GPU: returns the rows of buffer `op.out`; None if it has none.
-OPERATIONS: Mapping[Kind, Callable[[OneByOne, Operation], Rows | None]] = {
+# How each kind runs on a GPU, which has no DELTA: returns the rows of buffer `op.out`, if any.
+OPERATIONS: dict[Kind, Callable[[OneByOne, Operation], Rows | None]] = {
     Kind.EMBED: _embed,
     Kind.INPUT: _input,
     Kind.ADD_NORM: _add_norm,
@@ -286,6 +275,5 @@ OPERATIONS: Mapping[Kind, Callable[[OneByOne, Operation], Rows | None]] = {
     Kind.SPREAD: _spread,
     Kind.COMBINE: _combine,
     Kind.CONVOLVE: _convolve,
-    Kind.DELTA: _delta,
     Kind.SIGMOID_GATE: _sigmoid_gate,
 }

@@ -32,11 +32,9 @@ class Matrix(Protocol):
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[rows, in]`` to ``[rows, out]`` in the type of ``x``."""
-        ...
 
     def sums(self, x: Tensor) -> IntSums | None:
         """The product before its scales, if its sums are integers; None: it has no scales."""
-        ...
 
 
 class ExpertMatrices(Protocol):
@@ -45,11 +43,9 @@ class ExpertMatrices(Protocol):
     @property
     def experts(self) -> Sequence[Matrix]:
         """The matrix of each expert."""
-        ...
 
     def __call__(self, x: Tensor, chosen: Tensor) -> Tensor:
         """``[slots, in]`` to ``[slots, out]``, each by its expert: int64 ``[slots]``, rising."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -261,12 +257,7 @@ class Recorder:
     A buffer's memory is used again for others once nothing reads it any more.
     """
 
-    def __init__(
-        self,
-        heads: Heads,
-        dtype: torch.dtype,
-        numerics: str = "portable",
-    ) -> None:
+    def __init__(self, heads: Heads, dtype: torch.dtype, numerics: str = "portable") -> None:
         """Begin a program of a model with these heads and this type.
 
         Args:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 QUANT_BLOCK = 32  # consecutive inputs that share a scale
-
 _CHUNK = 1 << 18  # weights per piece of work: the temporaries of a search stay in the cache
 _LEVELS = 15  # largest stored value of 4 bits
 _STRETCHES = (-1.0, -0.5, 0.0, 0.5, 1.0)  # added to _LEVELS in the search for a 4-bit scale
@@ -127,11 +126,7 @@ def mxfp4(values: Tensor, exponents: Tensor) -> QuantisedMatrix:
 
 
 def check_finite(scale: Tensor, minimum: Tensor | None) -> None:
-    """Refuse scales and minima that are not finite.
-
-    Raises:
-        ValueError: One is not.
-    """
+    """Refuse scales and minima that are not finite. Raises ``ValueError``: one is not."""
     if not (scale.isfinite().all() and (minimum is None or minimum.isfinite().all())):
         raise ValueError("a weight is not finite or too large for a float16 scale")
 

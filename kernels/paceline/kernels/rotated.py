@@ -38,7 +38,6 @@ MAX_INS = MAX_ROTATED_INS
 
 # Largest blocks of inputs that are rotated together: of products, of the down projection.
 SIZE, DOWN_SIZE = 64, MAX_ROTATION
-
 _MULTIPLE = 8  # of both sides of a matrix, for the GPU's products
 _LEAST_ROWS = 32  # of the GPU's products
 _CHUNK = 1 << 20  # weights that are quantised at once on a CPU
@@ -52,17 +51,6 @@ def block_size(ins: int, most: int) -> int:
 def rotates(ins: int) -> bool:
     """Whether a matrix with this number of inputs can be quantised."""
     return ins % _MULTIPLE == 0 and ins <= MAX_INS
-
-
-def rotate(x: Tensor, size: int) -> Tensor:
-    """Hadamard transforms, not normalised, of blocks of ``size`` columns: float32 ``[rows, n]``."""
-    found: Tensor = x.unflatten(1, (-1, size))
-    step = 1
-    while step < size:
-        low, high = found.unflatten(2, (-1, 2, step)).unbind(3)
-        found = torch.stack([low + high, low - high], 3).flatten(2)
-        step *= 2
-    return found.flatten(1)
 
 
 def quantise_rows(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -126,10 +114,7 @@ class RotatedMatrix:
     @classmethod
     def of(cls, weight: Tensor, most: int = SIZE) -> Self:
         """Rotate and quantise ``[outs, ins]`` of a float type; ``most``: see :func:`block_size`.
-
-        Raises:
-            ValueError: The number of inputs is no multiple of 8, or too large.
-        """
+        Raises ``ValueError``: the number of inputs is no multiple of 8, or too large."""
         ins = weight.shape[1]
         if not rotates(ins):
             raise ValueError(
@@ -148,10 +133,6 @@ class RotatedMatrix:
     def shape(self) -> tuple[int, int]:
         """``(outs, ins)``."""
         return len(self.scale), self.values.shape[1]
-
-    def rows(self, indices: Tensor) -> Tensor:
-        """The weights of some outputs, int64 ``[n]``, not rotated: float32 ``[n, ins]``."""
-        return rotate(self.values[indices].float(), self.size) * self.scale[indices, None]
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """``x W^T + bias``: ``[rows, ins]`` of a float type, dense, to ``[rows, outs]`` of it;

@@ -45,11 +45,9 @@ class RowKernels(Protocol):
         Returns:
             ``[M, width]``.
         """
-        ...
 
     def gate(self, gate_up: Tensor | IntSums) -> Tensor:
         """``silu(gate) * up`` for ``[M, 2 width]``, gates first; returns ``[M, width]``."""
-        ...
 
     def rotate(
         self,
@@ -73,7 +71,6 @@ class RowKernels(Protocol):
         Returns:
             Rotated queries, float32 ``[M, Hq, D]``.
         """
-        ...
 
 
 def gelu_gate(gate_up: Tensor) -> Tensor:

@@ -46,7 +46,6 @@ _FIRST_TOP_P_GUESS = 256
 _LARGEST = torch.finfo(torch.float32).max
 # Below it, logits over temperature are so large that noise cannot change their order.
 MIN_TEMPERATURE = 2.0**-60
-
 _MAX_TEMPERATURE = 2.0**60
 # Largest bias and penalty. All of them together, over the temperature, are finite.
 _MAX_PENALTY = 2.0**40
@@ -54,7 +53,6 @@ _MAX_PENALTY = 2.0**40
 # Changes of a row, one after the other: different token ids, with what divides their positive
 # logits and multiplies negative ones; what is subtracted; what is added.
 Edits = list[tuple[NDArray[np.int64], NDArray[np.float32]]]
-
 _DRAFT, _ACCEPT, _RESIDUAL = range(3)
 _SUM_TOLERANCE = 1e-3
 _LOW = 0xFFFFFFFF

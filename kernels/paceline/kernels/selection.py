@@ -111,11 +111,8 @@ class PageBounds:
         self._known = stop
 
     def scores(self, q: Tensor) -> Tensor:
-        """Upper bounds on a page's scores, summed over queries: float32 ``[layers, pages]``.
-
-        Args:
-            q: Queries ``[layers, rows, Hq, D]``, where the keys are.
-        """
+        """Upper bounds on a page's scores, summed over queries: float32 ``[layers, pages]``. ``q``:
+        queries ``[layers, rows, Hq, D]``, where the keys are."""
         layers, rows, _, dim = q.shape
         if not self._known:
             return torch.empty(layers, 0, device=q.device)

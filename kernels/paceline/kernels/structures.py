@@ -47,11 +47,7 @@ MAX_ROTATED_INS, MAX_ROTATION = LIMITS["MAX_ROTATED_INS"], LIMITS["MAX_ROTATION"
 QUERY_TILE_ROWS = LIMITS["QUERY_TILE_ROWS"]
 
 # How attention multiplies bfloat16 caches, by numerics.
-PRODUCTS = {
-    "portable": CODES["CHAINS"],
-    "amx": CODES["TILES"],
-    "avx512_bf16": CODES["DOTS"],
-}
+PRODUCTS = {"portable": CODES["CHAINS"], "amx": CODES["TILES"], "avx512_bf16": CODES["DOTS"]}
 
 
 def fields_of(structure: str) -> list[tuple[str, Any]]:
@@ -66,57 +62,24 @@ def fields_of(structure: str) -> list[tuple[str, Any]]:
     return fields
 
 
-class _Shared(ctypes.Structure):
-    """A structure of a header, named by a C before its name there; it gets its fields below."""
+def _shared(structure: str) -> type[ctypes.Structure]:
+    """A structure of a header, as a class for ctypes."""
+    return type(structure, (ctypes.Structure,), {"_fields_": fields_of(structure)})
 
 
-class CCache(_Shared): ...
+CCache, CQueryBlock, CProbe, CProbes, CQueries = map(
+    _shared, ("Cache", "QueryBlock", "Probe", "Probes", "Queries")
+)
+CMatrix, CDelta, CStates, CModel = map(_shared, ("Matrix", "Delta", "States", "Model"))
+COperation, CBuffer, CProgram, CRun = map(_shared, ("Operation", "Buffer", "Program", "Run"))
 
 
-class CQueryBlock(_Shared): ...
-
-
-class CProbe(_Shared): ...
-
-
-class CProbes(_Shared): ...
-
-
-class CMatrix(_Shared): ...
-
-
-class CDelta(_Shared): ...
-
-
-class CStates(_Shared): ...
-
-
-class COperation(_Shared): ...
-
-
-class CBuffer(_Shared): ...
-
-
-class CProgram(_Shared): ...
-
-
-class CQueries(_Shared): ...
-
-
-class CRun(_Shared): ...
-
-
-class CModel(_Shared): ...
-
-
-class DraftText(_Shared):
+class DraftText(ctypes.Structure):
     """A text that is drafted for, and its tree: ``Text`` of ``native/draft.h``."""
+
+    _fields_ = fields_of("Text")
 
     def set_widths(self, widths: Sequence[int]) -> None:
         """Set the numbers of nodes of the levels; the last one is of all deeper levels."""
         self.levels = min(len(widths), LIMITS["MAX_NODES"])
         self.width[: self.levels] = widths[: self.levels]
-
-
-for _structure in _Shared.__subclasses__():
-    _structure._fields_ = fields_of(_structure.__name__.removeprefix("Draft").removeprefix("C"))

@@ -14,6 +14,7 @@ import torch
 from launches import Launches
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from paceline.bench.reference import write
 from paceline.convert import load_decoder
 from paceline.cuda.triton.kernels import TritonKernels
 
@@ -48,7 +49,6 @@ from paceline.drafter.kv.mapped import CacheFile
 from paceline.drafter.methods import method_class
 from paceline.drafter.methods.base import Budget, GenerationInfo, Resources, Update
 from paceline.kernels import devices
-from paceline.kernels.caches import write
 from paceline.verifier.kv.base import KvLayout, TapLayout, Taps
 from paceline.verifier.kv.pool import PagedKv, PagePool
 

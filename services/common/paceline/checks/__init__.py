@@ -11,15 +11,8 @@ from types import UnionType
 from typing import Any, TypeVar
 
 __all__ = [
-    "Checked",
-    "ParameterError",
-    "as_json",
-    "check_range",
-    "checked",
-    "exactly",
-    "items",
-    "require",
-]
+    "Checked", "ParameterError", "as_json", "check_range", "checked", "exactly", "items", "require",
+]  # fmt: skip
 
 _T = TypeVar("_T", bool, int, float, str)
 _SHORT = reprlib.Repr()
@@ -107,11 +100,8 @@ def require(parameter: str, value: object, kind: type | UnionType, expected: str
 
 
 def items(parameter: str, value: object, expected: str, max_items: int) -> list[Any]:
-    """The items of a sequence, or of an array or tensor of one dimension.
-
-    Raises:
-        ParameterError: It is not that (text and bytes are not), or has more than `max_items`.
-    """
+    """The items of a sequence, or of an array or tensor of one dimension. Raises
+    ``ParameterError``: it is not that (text and bytes are not), or has more than `max_items`."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if not isinstance(value, Sequence) or isinstance(value, str | bytes | bytearray | memoryview):

@@ -6,13 +6,6 @@ from paceline.convert.sources import Origin, load_config, open_model, weights_fi
 from paceline.convert.store import convert, load_decoder, prepare
 
 __all__ = [
-    "ModelSource",
-    "Origin",
-    "Packer",
-    "convert",
-    "load_config",
-    "load_decoder",
-    "open_model",
-    "prepare",
-    "weights_fingerprint",
-]
+    "ModelSource", "Origin", "Packer", "convert", "load_config", "load_decoder", "open_model",
+    "prepare", "weights_fingerprint",
+]  # fmt: skip

@@ -54,7 +54,6 @@ _ARCHITECTURES = {
 }
 _NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # of EAGLE-3
 _SLIDING = "sliding_attention"
-
 Json = Mapping[str, Any]  # a config.json, or a part of it
 
 

@@ -15,7 +15,6 @@ from paceline.device import CPU
 from paceline.kernels.linear import PackedMatrix, multiply
 
 BLOCKS = "gguf"  # the format of a file whose matrices are in blocks
-
 _SMALL = 50 << 20  # bytes of a file below which nothing is measured
 _SAMPLE = 128 << 20  # bytes of matrices in 8 bits that are measured
 _GAIN = 0.95  # of the time of blocks that 8 bits may take

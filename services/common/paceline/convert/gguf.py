@@ -17,13 +17,7 @@ from gguf import GGMLQuantizationType
 from torch import Tensor
 
 from paceline.convert.config import decoder_config, rope_frequencies
-from paceline.convert.families import (
-    FAMILIES,
-    GGUF_NAMES,
-    GGUF_RATES,
-    expert_name,
-    refusal,
-)
+from paceline.convert.families import FAMILIES, GGUF_NAMES, GGUF_RATES, expert_name, refusal
 from paceline.convert.folder_files import part_paths
 from paceline.convert.gguf_file import (
     GgufArray,
@@ -52,9 +46,7 @@ from paceline.kernels.quantised import QuantisedMatrix
 
 # Names of the token embedding and the final norm.
 EMBEDDING, NORM = "token_embd.weight", "output_norm.weight"
-
 _MAX_NUMBER = (1 << 31) - 1
-
 _log = logging.getLogger(__name__)
 _HEAD = "output.weight"
 _ROPE_FACTORS = "rope_freqs.weight"

@@ -32,7 +32,6 @@ from paceline.kernels.quantised import (
 )
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MAX_DIMENSIONS = 4

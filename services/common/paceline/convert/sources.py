@@ -34,7 +34,6 @@ from paceline.convert.weights import Checkpoint, fingerprint_files, plain, weigh
 from paceline.decoder.config import DecoderConfig, UnsupportedModelError
 
 _log = logging.getLogger(__name__)
-
 _VALUES = 64
 _MIN_COSINE = 0.9  # 4 bits leave 0.99, unrelated weights are near 0
 

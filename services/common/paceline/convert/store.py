@@ -47,7 +47,6 @@ from paceline.decoder.remembered import cache_folder
 from paceline.device import CPU, device_of
 
 _log = logging.getLogger(__name__)
-
 _PARTIAL, _LOCK = ".partial", "lock"
 _SUFFIXES = (".json", ".safetensors", ".gguf", ".jinja", ".model", ".txt", ".tiktoken")
 _SECONDS, _BYTES_PER_SECOND = 300.0, 5e6  # a conversion's time, besides its share of the size

@@ -43,7 +43,6 @@ _BITS = {"int8": 8, "int4": 4}
 
 
 W = TypeVar("W", bound=Weight)
-
 _INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _READ_BYTES = 1 << 22

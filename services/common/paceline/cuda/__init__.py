@@ -6,5 +6,4 @@ from paceline.cuda.kernels import load_kernels
 from paceline.kernels import devices
 
 __all__ = ["CudaDevice", "find_device"]
-
 devices.LOADERS["cuda"] = load_kernels

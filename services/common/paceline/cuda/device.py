@@ -32,12 +32,10 @@ if TYPE_CHECKING:
     from paceline.kernels import KVCacheView
 
 T = TypeVar("T")
-
 _log = logging.getLogger("paceline.device")
 
 # How long a start waits for memory of a GPU that a process before it held.
 _FREE_SECONDS, _FREE_POLL_SECONDS = 10.0, 0.25
-
 _CONTEXTS = 0.05  # share of a GPU's memory that processes without tensors there may have
 
 # Memory of a GPU beside weights and KV of which a start warns if there is less. Unit: bytes.

@@ -23,7 +23,6 @@ from paceline.device import SHAPES, device_of
 from paceline.kernels import GraphProbes, KVCacheView, PagedPlane, Probe, ProbedBlock, QueryBlock
 
 _log = logging.getLogger(__name__)
-
 T = TypeVar("T")
 Pass = Callable[[], ForwardResult]
 

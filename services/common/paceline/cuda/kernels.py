@@ -11,9 +11,7 @@ import torch
 from paceline.kernels import DeviceKernels, kernels_for
 
 logger = logging.getLogger("paceline.kernels")
-
 BACKENDS = ("triton", "flash_attn")  # packages that attend on GPUs
-
 VARIABLE = "PACELINE_ATTENTION"
 MIN_CAPABILITY = (8, 0)
 
@@ -32,12 +30,8 @@ def load_kernels() -> DeviceKernels:
 
 def cuda_kernels(name: str) -> DeviceKernels:
     """The kernels of NVIDIA GPUs, with attention by one of ``BACKENDS``, or by Triton if its
-    package is missing, which is logged.
-
-    Raises:
-        RuntimeError: Triton cannot be imported. An ImportError in a module of this package is
-            raised as it is.
-    """
+    package is missing, which is logged. Raises ``RuntimeError``: Triton cannot be imported. An
+    ImportError in a module of this package is raised as it is."""
     try:
         import_module("triton")
     except ImportError as error:
@@ -60,11 +54,8 @@ def cuda_kernels(name: str) -> DeviceKernels:
 
 
 def preferred_backend() -> str:
-    """What attends on GPUs: ``PACELINE_ATTENTION``, else Triton.
-
-    Raises:
-        RuntimeError: ``PACELINE_ATTENTION`` is not one of ``BACKENDS``.
-    """
+    """What attends on GPUs: ``PACELINE_ATTENTION``, else Triton. Raises ``RuntimeError``:
+    ``PACELINE_ATTENTION`` is not one of ``BACKENDS``."""
     requested = os.environ.get(VARIABLE) or BACKENDS[0]
     if requested not in BACKENDS:
         raise RuntimeError(f"{VARIABLE} is {requested!r}, expected one of {', '.join(BACKENDS)}")

@@ -26,7 +26,6 @@ from torch.utils.dlpack import from_dlpack
 from paceline.device import DriverError, NotMappable
 
 _log = logging.getLogger(__name__)
-
 HANDLE_BYTES = 64  # size of a handle of CUDA IPC
 NAME_BYTES = 16  # size of the name of memory that is passed as a file descriptor
 UUID_BYTES = 16
@@ -43,7 +42,6 @@ _NO_FLAGS = ctypes.c_ulonglong(0)
 _DL_CUDA = 2
 _DL_UINT = 1
 _DL_CAPSULE = b"dltensor"
-
 _T = TypeVar("_T")
 
 _new_capsule = ctypes.PYFUNCTYPE(

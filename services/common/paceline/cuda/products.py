@@ -30,9 +30,7 @@ _log = logging.getLogger(__name__)
 
 # Numbers of rows that products have; others are padded with zeros, larger ones cut in pieces.
 FIXED_ROWS = (*range(64, 513, 64), 768, 1024)
-
 SLICES = FIXED_ROWS[:1]  # numbers of rows where products of several sizes differ
-
 _DIGEST_ROWS = 16
 
 

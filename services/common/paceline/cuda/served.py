@@ -14,14 +14,11 @@ from paceline.kernels import MAX_TREE_NODES, QueryBlock
 
 # Length that a text must be able to have for :func:`check_served`. Unit: tokens.
 SERVED_TOKENS = 512
-
 LONGEST_WINDOW = 1024  # longest sliding window that :func:`check_served` passes. Unit: tokens.
 
 # Positions that are decoded, and where trees begin: their paths cross 192 and 256.
 _FIRST, _LAST, _BORDERS = 180, 268, (188, 250)
-
 _PATH, _TREE = 12, 23  # nodes of the path that is compared, and of its tree
-
 _PAGE = 256
 
 
@@ -33,7 +30,6 @@ class ServedForward(Protocol):
     ) -> Tensor:
         """Logits of all rows, ``[M, V]``, in memory that the next call may overwrite; ``prompt``:
         as a step that is mostly prompts."""
-        ...
 
 
 def window_to_pass(windows: Iterable[int | None], longest: int) -> int:

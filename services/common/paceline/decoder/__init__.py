@@ -9,16 +9,7 @@ from paceline.decoder.packed_model import PackedModel, is_converted, read_conver
 from paceline.kernels import KVCacheView
 
 __all__ = [
-    "BatchInvariance",
-    "Decoder",
-    "DecoderConfig",
-    "ForwardResult",
-    "KVCacheView",
-    "Linear",
-    "LocalCache",
-    "PackedModel",
-    "UnsupportedModelError",
-    "check_batch_invariance",
-    "is_converted",
+    "BatchInvariance", "Decoder", "DecoderConfig", "ForwardResult", "KVCacheView", "Linear",
+    "LocalCache", "PackedModel", "UnsupportedModelError", "check_batch_invariance", "is_converted",
     "read_converted",
-]
+]  # fmt: skip

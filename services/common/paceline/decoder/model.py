@@ -16,13 +16,7 @@ import torch
 from torch import Tensor
 
 from paceline.decoder.config import DecoderConfig, Rope, UnsupportedModelError
-from paceline.decoder.layer import (
-    build_layer,
-    heads_of,
-    linears_of,
-    record_entry,
-    record_layer,
-)
+from paceline.decoder.layer import build_layer, heads_of, linears_of, record_entry, record_layer
 from paceline.decoder.linear import Linear
 from paceline.decoder.packed import Parts
 from paceline.device import device_of
@@ -60,16 +54,13 @@ class AttentionObserver(Protocol):
 
     def probes(self, layer: int) -> Sequence[Probe]:
         """Scores to record in a layer, 0 for the first."""
-        ...
 
     def rows(self, layer: int) -> Sequence[int]:
         """Packed rows whose queries are wanted in a layer."""
-        ...
 
     def attended(self, layer: int, q: Tensor) -> None:
         """Called after the pass for layers with wanted rows, with their queries after RoPE, float32
         ``[n, Hq, D]`` in the order of :meth:`rows`."""
-        ...
 
 
 class Decoder:

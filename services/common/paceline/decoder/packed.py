@@ -27,10 +27,8 @@ from paceline.kernels.linear import ALIGNMENT, PackedMatrix, allocate
 from paceline.kernels.rotated import RotatedMatrix
 
 Part = Tensor | PackedMatrix | RotatedMatrix
-
 NAME = "paceline-weights"  # of a memfd in /proc/PID/fd
 LAYOUT = "packed 7"  # of the file, and of the bytes of a matrix
-
 _LENGTH_BYTES = 8
 _DIGEST_BYTES = 32
 _MADV_POPULATE_READ = 22  # of Linux 5.14
@@ -46,11 +44,9 @@ class Parts(Protocol):
 
     def outer(self) -> Mapping[str, Part]:
         """Those beside the layers."""
-        ...
 
     def layer(self, index: int) -> Mapping[str, Part]:
         """Those of a layer, 0 for the first."""
-        ...
 
 
 class PackedWriter:

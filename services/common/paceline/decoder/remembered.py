@@ -15,7 +15,6 @@ from typing import Any
 _log = logging.getLogger(__name__)
 _FORMAT = 4
 _MAX_FILES = 256
-
 _unwritable: set[Path] = set()  # cache folders of which this was said
 
 

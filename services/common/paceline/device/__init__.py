@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from paceline.kernels import Rule
 
 T = TypeVar("T")
-
 _log = logging.getLogger("paceline.device")
 
 # Packages of devices besides the CPU by their type in PyTorch, each with its subclass of `Device`;
@@ -179,7 +178,6 @@ class Device:
 
 
 CPU = Device()
-
 DEVICES: dict[str, Device] = {"cpu": CPU}  # those in use, by name in PyTorch
 
 

@@ -18,7 +18,6 @@ from paceline.v1 import kv_pb2
 NAME = "paceline-kv"  # name of segments in /proc/PID/fd
 _FUTURE_WRITE = 0x10  # F_SEAL_FUTURE_WRITE (Linux 5.1), which Python does not name
 _SEALS = _FUTURE_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-
 HEADER_BYTES = 4096  # size of the header page; the KV planes follow it, in bytes
 TAP_MARGIN = 512
 """Hidden states kept beyond a drafter's window, so that it has time to read the window. Unit:

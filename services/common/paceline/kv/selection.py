@@ -39,7 +39,6 @@ class ObservedCache(Protocol):
 
     def layer(self, index: int) -> tuple[Plane, Plane]:
         """Returns keys and values of a layer, each ``[Hkv, capacity, D]``."""
-        ...
 
 
 class ScoreObserver(ABC):
@@ -67,11 +66,7 @@ class ScoreObserver(ABC):
     def best(self, scores: Tensor, count: int) -> Tensor:
         """The ``count`` chunks of each layer with the highest of scores that were :attr:`scores`;
         of equal ones any. A GPU selects them beside the step that runs, and only their positions
-        are copied.
-
-        Returns:
-            Their rising positions, int64 ``[layers, count * chunk]`` on the CPU.
-        """
+        are copied. Returns their rising positions, int64 ``[layers, count * chunk]`` on the CPU."""
         if self._known is None:
             return best_chunks(scores, self.chunk, count).cpu()
         with device_of(scores.device).stream():

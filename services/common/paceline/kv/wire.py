@@ -30,12 +30,8 @@ def position_bytes(heads: int, head_dim: int, wire: kv_pb2.KvDtype) -> int:
 
 def encode(plane: Tensor) -> tuple[bytes, list[float]]:
     """Encode the rows of keys or values of a cache, ``[heads, n, width]`` on the CPU, in their own
-    type; see :mod:`paceline.kernels.caches`.
-
-    Returns:
-        Row-major bytes ``[heads, n, D]``, and the scales, row-major ``[heads, n]``; none for types
-        without scales.
-    """
+    type; see :mod:`paceline.kernels.caches`. Returns row-major bytes ``[heads, n, D]``, and the
+    scales, row-major ``[heads, n]``; none for types without scales."""
     scales: list[float] = []
     if plane.dtype is torch.int8:
         plane, bits = plane.split((plane.shape[2] - SCALE_BYTES, SCALE_BYTES), -1)

@@ -15,7 +15,6 @@ from paceline.checks import Checked, ParameterError, as_json, checked, items, re
 from paceline.v1 import sampling_pb2
 
 __all__ = ["CONSTRAINTS", "MAX_LOGIT_BIAS", "MAX_TOKEN_IDS", "Sampling", "token_ids"]
-
 CONSTRAINTS = ("json_schema", "regex", "grammar")
 """Parameters that constrain the text; at most one is set."""
 MAX_LOGIT_BIAS = 4096
@@ -78,12 +77,9 @@ def _is_bias(number: float) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling(Checked):
-    """Sampling parameters, checked when created. Numbers are float32 in the message.
-
-    Raises:
-        ParameterError: A parameter is of another type or out of its range, or several constraints
-            are set.
-    """
+    """Sampling parameters, checked when created. Numbers are float32 in the message. Raises
+    ``ParameterError``: a parameter is of another type or out of its range, or several constraints
+    are set."""
 
     temperature: float = 0.0
     """Divide the logits by this; 0 takes the likeliest token."""
@@ -189,11 +185,8 @@ class Sampling(Checked):
 
     @staticmethod
     def from_proto(message: sampling_pb2.SamplingParams) -> Sampling:
-        """The parameters of a message; 0 becomes 1 where the protocol defines 0 as unset.
-
-        Raises:
-            ParameterError: A parameter is out of its range.
-        """
+        """The parameters of a message; 0 becomes 1 where the protocol defines 0 as unset. Raises
+        ``ParameterError``: a parameter is out of its range."""
         if message.mode not in _ACCEPTANCE:
             raise ParameterError(
                 "acceptance", f"mode {message.mode} is unknown, expected INVARIANT or REJECTION"

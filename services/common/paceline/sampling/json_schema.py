@@ -10,7 +10,6 @@ from typing import Any
 from urllib.parse import quote, unquote, urldefrag, urljoin
 
 Schema = dict[str, Any]
-
 WHITESPACE = r"[ \n\r\t]{0,32}"
 """White space between two parts of a text: as much as people write, but not without limit."""
 

@@ -8,15 +8,6 @@ from paceline.service.options import OptionsError, ServerOptions, add_server_arg
 from paceline.service.runtime import Service, check_address, configure_logging, run_server
 
 __all__ = [
-    "Gate",
-    "OptionsError",
-    "ServerOptions",
-    "Service",
-    "ServiceError",
-    "add_server_arguments",
-    "check_address",
-    "configure_logging",
-    "owner_of",
-    "run_server",
-    "user_of",
-]
+    "Gate", "OptionsError", "ServerOptions", "Service", "ServiceError", "add_server_arguments",
+    "check_address", "configure_logging", "owner_of", "run_server", "user_of",
+]  # fmt: skip

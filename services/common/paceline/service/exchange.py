@@ -29,12 +29,9 @@ def socket_address(path: str) -> str:
 
 def request_files(path: str, read_grant: bytes, seconds: float) -> list[int]:
     """Ask a verifier at its Unix socket for the memory of a cache, over a connection of its own.
-    Blocks for so many seconds at most. Raises ``OSError``: the verifier does not answer.
-
-    Returns:
-        Descriptors that the caller closes: of the cache's segment and, if its KV is on a GPU that
-        passes memory so, of the pool; none: the verifier has no such cache.
-    """
+    Blocks for so many seconds at most. Raises ``OSError``: the verifier does not answer. Returns
+    descriptors that the caller closes: of the cache's segment and, if its KV is on a GPU that
+    passes memory so, of the pool; none: the verifier has no such cache."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(seconds)
         connection.connect(socket_address(path))

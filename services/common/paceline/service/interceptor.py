@@ -39,7 +39,6 @@ _BEARER = "bearer "
 _KEY = secrets.token_bytes(32)
 # Subject fields of a certificate, which stay the same when it is renewed.
 _SUBJECT_KEYS = ("x509_subject", "x509_subject_alternative_name", "x509_common_name")
-
 DOMAIN = "paceline"
 # Trailing metadata holds the text twice, and peers accept 8 KiB of it in total.
 MAX_MESSAGE_CHARS = 1500

@@ -13,7 +13,6 @@ from google.protobuf.message import DecodeError, Message
 from paceline.service import limits
 
 M = TypeVar("M", bound=Message)
-
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 

@@ -22,7 +22,6 @@ from paceline.service.options import OptionsError, ServerOptions
 from paceline.telemetry.metrics import Metrics, Table
 
 logger = logging.getLogger("paceline.service")
-
 PATH = "/metrics"
 _TABLE = Table("rpc_method", "code", "reason")
 _CALLS = _TABLE.counter(

@@ -15,7 +15,6 @@ from paceline.service.files import read_text, user_path
 TOKEN_VARIABLE = "PACELINE_TOKEN"
 TOKEN_FILE_VARIABLE = "PACELINE_TOKEN_FILE"
 MEBIBYTE = 1 << 20
-
 _ARGUMENT_TYPES = {bool, int, float, str, Path}
 _SIZE_UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE | re.ASCII)

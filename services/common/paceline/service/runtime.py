@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
 LogFormat = Literal["auto", "json", "text"]
-
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 _UNSEEN = re.compile(
@@ -173,11 +172,8 @@ def _library_pages() -> Iterator[tuple[int, int]]:
 
 
 class Stop:
-    """Two events, `soft` and `hard`, and the signals that set them.
-
-    Args:
-        event: used as `soft`; signals are then not handled.
-    """
+    """Two events, `soft` and `hard`, and the signals that set them. ``event``: used as `soft`;
+    signals are then not handled."""
 
     def __init__(self, event: asyncio.Event | None = None) -> None:
         self.soft = event or asyncio.Event()

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 from paceline.service.limits import RETRY_SECONDS
 
 logger = logging.getLogger("paceline.service")
-
 T = TypeVar("T")
 
 

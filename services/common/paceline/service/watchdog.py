@@ -12,7 +12,6 @@ from time import perf_counter
 from paceline.device import Device
 
 _log = logging.getLogger(__name__)
-
 EXIT_HUNG = 70  # exit status of a service whose GPU hangs: EX_SOFTWARE of sysexits.h
 WATCH_SECONDS = 1.0
 

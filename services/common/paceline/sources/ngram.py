@@ -24,9 +24,7 @@ _SEPARATOR = (1 << 32) - 1
 """After each text. No token id, so no match and no continuation crosses it."""
 
 _FACTOR, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
-
 _LAST = (1 << 32) - 1  # positions are stored in 32 bits
-
 _PRIOR_WEIGHT = 8.0  # weight of the prior, as a number of observations
 _PRIORS = (0.0, 0.2, 0.45, 0.57, 0.66)
 """How often matches of so many tokens continue, where nothing is known: between what answers of a

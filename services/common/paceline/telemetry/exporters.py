@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from opentelemetry.util.types import AttributeValue
 
 logger = logging.getLogger("paceline.telemetry")
-
 FLUSH_SECONDS = 3.0  # how long the end of a process waits for the export of its last spans
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")

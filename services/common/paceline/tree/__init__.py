@@ -4,12 +4,6 @@ from paceline.tree.growth import accepted_tokens, grow, merge
 from paceline.tree.tree import DEFAULT_CONFIDENCE, EMPTY, MAX_NODES, TokenTree, TreeError
 
 __all__ = [
-    "DEFAULT_CONFIDENCE",
-    "EMPTY",
-    "MAX_NODES",
-    "TokenTree",
-    "TreeError",
-    "accepted_tokens",
-    "grow",
+    "DEFAULT_CONFIDENCE", "EMPTY", "MAX_NODES", "TokenTree", "TreeError", "accepted_tokens", "grow",
     "merge",
-]
+]  # fmt: skip

@@ -9,7 +9,6 @@ from typing import TypeVar
 from paceline.tree.tree import TokenTree
 
 State = TypeVar("State")
-
 _NONE = -2  # state of a tree that a path has left
 
 

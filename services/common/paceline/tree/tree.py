@@ -199,15 +199,9 @@ class TokenTree:
         )
 
     def check(self, vocab_size: int | None = None) -> None:
-        """Check that the tree is well-formed.
-
-        Args:
-            vocab_size: Number of token ids; None: any token id of 0 or more is accepted.
-
-        Raises:
-            TreeError: Lengths differ, a parent does not come before its child, a token is outside
-                the vocabulary, or a confidence outside [0, 1].
-        """
+        """Check that the tree is well-formed. ``vocab_size``: number of token ids; None: any token
+        id of 0 or more is accepted. Raises ``TreeError``: lengths differ, a parent does not come
+        before its child, a token is outside the vocabulary, or a confidence outside [0, 1]."""
         nodes = len(self)
         if len(self.parents) != nodes:
             raise _bad_tree(f"the tree has {nodes} tokens but {len(self.parents)} parents")

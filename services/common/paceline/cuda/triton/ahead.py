@@ -20,7 +20,6 @@ from triton import AsyncCompileMode, FutureKernel
 from triton.runtime.jit import KernelInterface
 
 _log = logging.getLogger(__name__)
-
 MAX_THREADS = 16  # threads that compile at most: more kernels than a few are never missing at once
 
 # Kernels that `compile_ahead` has asked for, with their functions; None: launches launch.

@@ -14,11 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.cuda.triton.jit.attention import LOG2E, attend_items, merge_items, record_items
-from paceline.cuda.triton.jit.rows import (
-    add_norm_rows,
-    gate_rows,
-    rotate_rows,
-)
+from paceline.cuda.triton.jit.rows import add_norm_rows, gate_rows, rotate_rows
 from paceline.cuda.triton.jit.sampling import (
     ID_BITS,
     accept_or_resample,
@@ -46,21 +42,17 @@ if TYPE_CHECKING:
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _ALIGN = 16
-
 MERGE_CHUNKS = 16  # chunks of a row that are merged at a time
 
 # Option of kernels whose results have the same bits in every batch and by every variant: products
 # and sums are not contracted, or loops with and without a mask, and noise with and without a
 # filter, could round differently.
 EXACT = {"enable_fp_fusion": False}
-
 _GATE_BLOCK = 1024
 
 # Ids that a program filters, and its candidates for the search for a row's border.
 CHUNK, BESTS = 2048, 64
-
 SEARCH_BLOCK, NOISE_BLOCK = 4096, 1024
-
 SPANS, ROOM = 32, 16384  # spans of values below the candidates, and keys that are collected of one
 
 
@@ -84,11 +76,8 @@ class Caches:
 
     @classmethod
     def of(cls, keys: Sequence[Plane], values: Sequence[Plane], plan: TreePlan) -> Caches:
-        """Describe the caches of one call.
-
-        Raises:
-            ValueError: They differ in type or pool, or the type has no kernels.
-        """
+        """Describe the caches of one call. Raises ``ValueError``: they differ in type or pool, or
+        the type has no kernels."""
         paged = [plane for plane in (*keys, *values) if isinstance(plane, PagedPlane)]
         if not paged:
             return _contiguous([k for k in keys if isinstance(k, Tensor)],
@@ -223,11 +212,8 @@ class Launch:
             )  # fmt: skip
 
     def record(self, q: Tensor, probed: ProbeTable, scale: float, lse: Tensor) -> None:
-        """Record the weights, and the scores of further rows, that ``probed`` names.
-
-        Args:
-            lse: Of the same attention, float32 ``[M, Hq]``; the others are as for :meth:`attend`.
-        """
+        """Record the weights, and the scores of further rows, that ``probed`` names. ``lse``: of
+        the same attention, float32 ``[M, Hq]``; the others are as for :meth:`attend`."""
         caches, rows, work = self.caches, self.rows, self.work
         shape, options = record_shape(self.tiling, caches.dim, caches.page_size)
         grid = (min(programs(q.device), len(work.items) * caches.kv_heads),)

@@ -53,11 +53,7 @@ class FlashAttention2(TritonKernels):
     name = "flash_attn"
 
     def __init__(self) -> None:
-        """Import the package.
-
-        Raises:
-            ImportError: It is not installed.
-        """
+        """Import the package. Raises ``ImportError``: it is not installed."""
         from flash_attn import flash_attn_with_kvcache
 
         self._run = flash_attn_with_kvcache

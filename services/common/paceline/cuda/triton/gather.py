@@ -14,9 +14,7 @@ from paceline.cuda.triton.jit.gather import gather_pages, gather_rows
 from paceline.kernels.selection import SINKS
 
 NO_PLACE: int = NONE.value  # in the place of a row that is not gathered
-
 RECORD = 5  # numbers of a text in the records of `gather_kv`
-
 _BLOCK, _SLOTS = 1024, 64
 
 

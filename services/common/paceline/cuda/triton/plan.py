@@ -26,26 +26,12 @@ from torch import Tensor
 from paceline.cuda.triton.jit.attention import TILE_FIELDS
 from paceline.cuda.triton.jit.candidates import pack_paths
 from paceline.cuda.triton.probes import ProbeArrays, ProbeTable
-from paceline.cuda.triton.tiles import (
-    Ints,
-    Room,
-    Tiling,
-    part_row_bytes,
-    plan_work,
-)
+from paceline.cuda.triton.tiles import Ints, Room, Tiling, part_row_bytes, plan_work
 from paceline.kernels.attention import MAX_PROBES, ProbedBlock
-from paceline.kernels.trees import (
-    MAX_TREE_NODES,
-    EqualBlocks,
-    QueryBlock,
-    TreePlan,
-    send,
-)
+from paceline.kernels.trees import MAX_TREE_NODES, EqualBlocks, QueryBlock, TreePlan, send
 
 MASK_ALIGN = 64  # masks of a block begin at a multiple of this: no tile of keys is larger
-
 MASK_WORDS = (MAX_TREE_NODES + MASK_ALIGN) // 32
-
 Shape = tuple[torch.dtype, tuple[int, ...]]  # type and shape of a table
 
 

@@ -6,19 +6,12 @@ import torch
 import triton
 from torch import Tensor
 
-from paceline.cuda.triton.jit.products import (
-    multiply_tiles,
-    quantise_rotated_rows,
-    scale_int_sums,
-)
+from paceline.cuda.triton.jit.products import multiply_tiles, quantise_rotated_rows, scale_int_sums
 
 # Rows of a tile. A constant: bits of a row do not depend on how many rows its expert has.
 TILE_ROWS = 32
-
 _OUTS = 64
-
 _PART = 64  # inputs that a warp rotates among themselves
-
 _SCALED = 1024
 
 

@@ -31,26 +31,17 @@ from torch import Tensor
 
 from paceline.cuda.triton.jit.attention import CHUNK_BITS, TILE_FIELDS
 from paceline.kernels.caches import MAX_GPU_WIDTH
-from paceline.kernels.trees import (
-    MAX_TREE_NODES,
-    ContextBlock,
-    EqualBlocks,
-    LevelBlock,
-    QueryBlock,
-)
+from paceline.kernels.trees import MAX_TREE_NODES, ContextBlock, EqualBlocks, LevelBlock, QueryBlock
 
 # Where chunks of a length begin, and their length. Unit: keys. Longer chunks farther on keep the
 # partial results few; a border depends on nothing but its position.
 NEAR, MIDDLE, FAR = (0, 256), (4096, 512), (12288, 1024)
-
 _MIDDLE_CHUNK = (MIDDLE[0] - NEAR[0]) // NEAR[1]
 _FAR_CHUNK = _MIDDLE_CHUNK + (FAR[0] - MIDDLE[0]) // MIDDLE[1]
-
 MAX_ITEMS = 16384  # work items of a CUDA graph at most
 
 # Partial results of a launch at most; calls that need more are launched in several parts.
 PART_BYTES = 256 << 20
-
 Ints = NDArray[np.int32]
 
 

@@ -15,15 +15,7 @@ import triton
 import triton.language as tl
 
 from paceline.cuda.triton.ahead import Kernel
-from paceline.cuda.triton.jit.sampling import (
-    ID_BITS,
-    LAST_ID,
-    NONE,
-    _gumbel,
-    _key,
-    _keys,
-    _value,
-)
+from paceline.cuda.triton.jit.sampling import ID_BITS, LAST_ID, NONE, _gumbel, _key, _keys, _value
 
 LOWEST: tl.constexpr = tl.constexpr(-(1 << 31))  # lower than the upper half of the key of any float
 
