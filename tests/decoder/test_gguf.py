@@ -545,7 +545,7 @@ def test_nothing_is_measured_for_a_small_file_or_without_memory(
     assert prepare(blocks).description.config.weights == "gguf"
     blocks.touch()  # another entry
     measured(monkeypatch, {})
-    monkeypatch.setattr(fastest, "_free_bytes", lambda: 0)
+    monkeypatch.setattr(fastest, "available_memory", lambda: 0)
     assert prepare(blocks).description.config.weights == "gguf"
 
 

@@ -128,15 +128,9 @@ class RecurrentStates:
         return max(found, key=lambda slot: slot.position or 0, default=None)
 
     def begin(self, start: int, drafted: int) -> tuple[_Slot, _Slot]:
-        """The slots of a pass: what it begins with, and what it writes.
-
-        Args:
-            start: Position of its first row.
-            drafted: Rows at its end that will be logged.
-
-        Raises:
-            ValueError: The states at this position are not kept.
-        """
+        """The slots of a pass, what it begins with and what it writes, by the position of its first
+        row and the number of rows at its end that will be logged. Raises ``ValueError``: the states
+        at this position are not kept."""
         source = self._covering(start)
         if source is None and start:
             kept = [(slot.position, slot.rows) for slot in self._slots]

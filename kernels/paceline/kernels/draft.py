@@ -74,13 +74,10 @@ class NativeDraft:
         # Positions of a block; 0: a model of levels.
         self.length = 0 if block is None else block.length
         self._model = CModel(
-            block=program.address,
-            hidden=program.width,
-            bf16=dtype == torch.bfloat16,
-            kv_type=CACHE_TYPES.index(dtype),
-            drafted=len(ids),
+            block=program.address, hidden=program.width, bf16=dtype == torch.bfloat16,
+            kv_type=CACHE_TYPES.index(dtype), drafted=len(ids),
             ids=address(ids, "ids of drafted tokens"),
-        )
+        )  # fmt: skip
         if text is not None:
             self._model.text, self._model.states = text.program.address, text.states
         if block is not None:
@@ -101,14 +98,10 @@ class NativeDraft:
         """
         count = len(texts)
         failed = self._draft(
-            ctypes.addressof(self._model),
-            (ctypes.c_void_p * count)(*map(ctypes.addressof, texts)),
-            count,
-            address(table, "table"),
-            len(table) if table.dim() == 3 else 1,
-            table.shape[-2],
+            ctypes.addressof(self._model), (ctypes.c_void_p * count)(*map(ctypes.addressof, texts)),
+            count, address(table, "table"), len(table) if table.dim() == 3 else 1, table.shape[-2],
             torch.get_num_threads(),
-        )
+        )  # fmt: skip
         if failed == _OUT_OF_MEMORY:
             raise MemoryError(f"no memory for the drafts of {count} texts: draft for fewer")
         if failed:

@@ -153,20 +153,13 @@ class NativeProgram:
         tapped = [op.layer for op in program.operations if op.kind == Kind.TAP]
         self._tapped = max(tapped, default=-1) + 1  # of all layers, with KV or without
         self._program = CProgram(
-            operations=len(operations),
-            selecting=program.selecting,
-            operation=ctypes.addressof(operations),
-            buffers=len(buffers),
-            buffer=ctypes.addressof(buffers),
-            vocabulary=_vocabulary(first),
-            q_heads=program.heads.q_heads,
-            kv_heads=program.heads.kv_heads,
-            dim=program.heads.dim,
-            top=program.top,
-            products=PRODUCTS[program.numerics],
-            scale=program.heads.factor,
+            operations=len(operations), selecting=program.selecting,
+            operation=ctypes.addressof(operations), buffers=len(buffers),
+            buffer=ctypes.addressof(buffers), vocabulary=_vocabulary(first),
+            q_heads=program.heads.q_heads, kv_heads=program.heads.kv_heads, dim=program.heads.dim,
+            top=program.top, products=PRODUCTS[program.numerics], scale=program.heads.factor,
             cap=program.heads.cap,
-        )
+        )  # fmt: skip
         self._kept += [operations, buffers]
         self.address = ctypes.addressof(self._program)  # address of `Program` of `native/program.h`
         self._library = library
@@ -199,28 +192,19 @@ class NativeProgram:
             for layer, rows in call.queries.items()
         }
         run = CRun(
-            rows=plan.rows,
-            selected=logits.shape[0],
-            threads=torch.get_num_threads(),
+            rows=plan.rows, selected=logits.shape[0], threads=torch.get_num_threads(),
             tokens=None if tokens is None else address(tokens, "tokens"),
             position=address(plan.positions, "positions"),
             selection=None if selection is None else address(selection, "selection"),
             table=address(call.table, "table"),
-            tables=len(call.table) if call.table.dim() == 3 else 1,
-            table_rows=call.table.shape[-2],
-            sequences=len(tables),
-            caches=ctypes.addressof(caches),
-            kv_type=CACHE_TYPES.index(tables[0].dtype),
-            blocks=blocks.blocks,
-            block=blocks.block,
-            tiles=blocks.tiles,
-            tile=blocks.tile,
-            logits=logits.data_ptr(),
-            taps=self._tap_table(taps, kept),
-            taps_bf16=self._dtype == torch.bfloat16,
+            tables=len(call.table) if call.table.dim() == 3 else 1, table_rows=call.table.shape[-2],
+            sequences=len(tables), caches=ctypes.addressof(caches),
+            kv_type=CACHE_TYPES.index(tables[0].dtype), blocks=blocks.blocks, block=blocks.block,
+            tiles=blocks.tiles, tile=blocks.tile, logits=logits.data_ptr(),
+            taps=self._tap_table(taps, kept), taps_bf16=self._dtype == torch.bfloat16,
             probes=self._probe_table(call.probes, kept),
             queries=self._query_table(call.queries, queries, kept),
-        )
+        )  # fmt: skip
         if self.nanoseconds is not None:
             run.nanoseconds = address(self.nanoseconds, "nanoseconds")
         if inputs is not None:
@@ -264,28 +248,20 @@ class NativeProgram:
             weights[0] = ctypes.addressof(rule)
         for index, norm in enumerate(op.norms):
             weights[index] = address(norm.weight, "a norm")
+        routing = op.routing
         alike = ("delta", "out", "layer", "window", "rope", "q_rope", "gelu", "factor")
         return COperation(
-            kind=CODES[op.kind.name],
-            in_=op.source,
-            **{name: getattr(op, name) for name in alike},
+            kind=CODES[op.kind.name], in_=op.source, **{name: getattr(op, name) for name in alike},
             q_heads=0 if op.heads is None else op.heads.q_heads,
             kv_heads=0 if op.heads is None else op.heads.kv_heads,
             bf16=isinstance(op.table, Tensor) and op.table.dtype == torch.bfloat16,
             whole=whole_norms(op),
-            experts=len(op.matrices)
-            if op.experts
-            else 0
-            if op.routing is None
-            else op.routing.experts,
-            among=op.routing is not None and op.routing.among,
-            sigmoid=op.routing is not None and op.routing.sigmoid,
-            weight=weights[0],
-            second=weights[1],
+            experts=len(op.matrices) if op.experts else routing.experts if routing else 0,
+            among=routing is not None and routing.among,
+            sigmoid=routing is not None and routing.sigmoid, weight=weights[0], second=weights[1],
             factors=None if op.factors is None else address(op.factors, "factors of queries"),
-            eps=op.norms[0].eps if op.norms else 0.0,
-            limit=op.limit,
-        )
+            eps=op.norms[0].eps if op.norms else 0.0, limit=op.limit,
+        )  # fmt: skip
 
     def _matrices(self, packed: Sequence[PackedMatrix | None]) -> int:
         """Address of matrices for the kernels, which live as long as the program."""

@@ -153,30 +153,15 @@ class PackedMatrix:
         """The argument of the C kernels, for products in some numerics; valid as long as this
         object lives."""
         found = {name: address(tensor, name) for name, tensor in self.tensors().items()}
-        return CMatrix(
-            outs=self.outs,
-            ins=self.ins,
-            format=FORMATS.index(self.format),
-            minima=self.minima,
-            scales_f16=self.scales_f16,
-            offset=self.offset,
-            rotation=self.rotation,
-            tiles_bf16=numerics == "amx",
-            **found,
-        )
+        alike = ("outs", "ins", "minima", "scales_f16", "offset", "rotation")
+        found |= {name: getattr(self, name) for name in alike}
+        return CMatrix(**found, format=FORMATS.index(self.format), tiles_bf16=numerics == "amx")
 
 
 def pack(weight: Tensor, bias: Tensor | None = None, format: str = "bfloat16") -> PackedMatrix:
-    """Pack a weight matrix of any shape.
-
-    Args:
-        weight: ``[outs, ins]``, any floating type.
-        bias: ``[outs]``, any floating type, or None.
-        format: "float32" or "bfloat16"; other weights are rounded to it.
-
-    Raises:
-        ValueError: Another format.
-    """
+    """Pack a weight matrix ``[outs, ins]`` of any floating type, and a bias ``[outs]`` of any, or
+    None. ``format`` is "float32" or "bfloat16": other weights are rounded to it. Raises
+    ``ValueError``: another format."""
     if format not in _TYPES:
         raise ValueError(f"format is {format!r}, expected float32 or bfloat16")
     outs, ins = weight.shape
@@ -213,15 +198,9 @@ def pack_quantised(blocks: QuantisedMatrix, bias: Tensor | None = None) -> Packe
             part = slice(size + factor * at, size + factor * (at + 1))
             pieces[:, :, part] = values.transpose(1, 2).contiguous().view(torch.uint8)
     return PackedMatrix(
-        "int8" if blocks.bits == 8 else "int4",
-        outs,
-        ins,
-        packed,
-        _bias(bias),
-        blocks.offset,
-        minima=len(factors) > 1,
-        scales_f16=half,
-    )
+        "int8" if blocks.bits == 8 else "int4", outs, ins, packed, _bias(bias), blocks.offset,
+        minima=len(factors) > 1, scales_f16=half,
+    )  # fmt: skip
 
 
 def pack_rotated(matrix: RotatedMatrix, bias: Tensor | None = None) -> PackedMatrix:
@@ -241,19 +220,9 @@ def pack_rotated(matrix: RotatedMatrix, bias: Tensor | None = None) -> PackedMat
 
 
 def multiply(x: Tensor, packed: PackedMatrix, bias: Tensor | None = None) -> Tensor:
-    """``x W^T + bias``.
-
-    Args:
-        x: float32 ``[rows, ins]`` on the CPU, dense.
-        packed: The weights.
-        bias: Dense float32 ``[outs]`` instead of the bias of ``packed``; None: that of ``packed``.
-
-    Returns:
-        float32 ``[rows, outs]``.
-
-    Raises:
-        ValueError: ``x`` or ``bias`` has another shape or type.
-    """
+    """``x W^T + bias`` of dense float32 ``[rows, ins]`` on the CPU: float32 ``[rows, outs]``. A
+    dense float32 ``bias`` ``[outs]`` replaces that of ``packed``. Raises ``ValueError``: ``x`` or
+    ``bias`` has another shape or type."""
     if x.dtype is not torch.float32 or x.shape[1:] != (packed.ins,) or not x.is_contiguous():
         found = f"{x.dtype} {list(x.shape)}"
         raise ValueError(f"x is {found}, expected dense float32 [rows, {packed.ins}]")

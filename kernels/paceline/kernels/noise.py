@@ -32,15 +32,8 @@ _LOW = 0xFFFFFFFF
 
 
 def philox(counter: tuple[Any, Any, Any, Any], key: tuple[int, int]) -> tuple[Any, Any, Any, Any]:
-    """Philox4x32-10.
-
-    Args:
-        counter: Four 32-bit words: Python integers, or uint64 arrays for many counters.
-        key: Two 32-bit words.
-
-    Returns:
-        Four 32-bit words like those of the counter.
-    """
+    """Philox4x32-10 of four 32-bit words, Python integers or uint64 arrays for many counters, by a
+    key of two words. Returns four 32-bit words like those of the counter."""
     a, b, c, d = counter
     for round_ in range(_ROUNDS):
         low, high = 0xD2511F53 * a, 0xCD9E8D57 * c
@@ -54,19 +47,9 @@ def philox(counter: tuple[Any, Any, Any, Any], key: tuple[int, int]) -> tuple[An
 
 
 def gumbel_noise_at(seed: int, position: int, ids: Tensor) -> Tensor:
-    """Noise of token ids at one position.
-
-    Args:
-        seed: Unsigned 64-bit seed.
-        position: Absolute position of the token to be drawn, 0 or more.
-        ids: Token ids, int64 ``[n]``.
-
-    Returns:
-        float32 ``[n]`` on the CPU, standard Gumbel distributed.
-
-    Raises:
-        ValueError: Seed or position out of range.
-    """
+    """Noise of token ids, int64 ``[n]``, at an absolute position: float32 ``[n]`` on the CPU,
+    standard Gumbel distributed. Raises ``ValueError`` unless seed and position are unsigned 64-bit
+    integers."""
     check_range(seed, position)
     return torch.from_numpy(_gumbel(seed, position, np.ascontiguousarray(ids.cpu().numpy())))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum, IntEnum, auto
+from enum import Enum, IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -59,36 +59,18 @@ class Routing:
     factor: float = 1.0  # on shares
 
 
-class Kind(Enum):
-    """Kinds of operations; :mod:`paceline.kernels.operations` has how each runs."""
-
-    EMBED = auto()
-    INPUT = auto()
-    ADD_NORM = auto()
-    MULTIPLY = auto()
-    ROTATE = auto()
-    ATTEND = auto()
-    ATTEND_CONTEXT = auto()
-    GATE = auto()
-    ADD = auto()
-    TAP = auto()
-    SELECT = auto()
-    CAP = auto()
-    ROUTE = auto()
-    SPREAD = auto()
-    COMBINE = auto()
-    CONVOLVE = auto()
-    DELTA = auto()
-    SIGMOID_GATE = auto()
+# Kinds of operations; :mod:`paceline.kernels.operations` has how each runs.
+Kind = Enum(
+    "Kind",
+    "EMBED INPUT ADD_NORM MULTIPLY ROTATE ATTEND ATTEND_CONTEXT GATE ADD TAP SELECT CAP ROUTE "
+    "SPREAD COMBINE CONVOLVE DELTA SIGMOID_GATE",
+)
 
 
 class Extent(IntEnum):
     """Which rows a buffer holds, as in ``native/program.h``."""
 
-    ALL = 0
-    SLICE = 1
-    SELECTED = 2
-    SLOTS = 3
+    ALL, SLICE, SELECTED, SLOTS = range(4)
 
 
 @dataclass(frozen=True)
@@ -258,13 +240,8 @@ class Recorder:
     """
 
     def __init__(self, heads: Heads, dtype: torch.dtype, numerics: str = "portable") -> None:
-        """Begin a program of a model with these heads and this type.
-
-        Args:
-            heads: Its heads.
-            dtype: The model's type.
-            numerics: As in :class:`Program`.
-        """
+        """Begin a program of a model with these heads and this type; ``numerics`` as in
+        :class:`Program`."""
         self._heads = heads
         self._dtype = dtype
         self._numerics = numerics
@@ -404,15 +381,10 @@ class Recorder:
         selecting = kinds.index(Kind.SELECT) if Kind.SELECT in kinds else len(kinds)
         operations, buffers = self._share_buffers(selecting < len(kinds))
         return Program(
-            operations=tuple(operations),
-            selecting=selecting,
-            buffers=tuple(buffers),
-            heads=self._heads,
-            layers=self._layers,
-            dtype=self._dtype,
-            top=self._top,
+            operations=tuple(operations), selecting=selecting, buffers=tuple(buffers),
+            heads=self._heads, layers=self._layers, dtype=self._dtype, top=self._top,
             numerics=self._numerics,
-        )
+        )  # fmt: skip
 
     def _add(self, kind: Kind, width: int, extent: Extent, **fields: object) -> int:
         self._buffers.append(Buffer(width, extent))

@@ -72,18 +72,13 @@ def _widen(blocks: QuantisedMatrix) -> QuantisedMatrix:
 
 
 def quantise(weight: Tensor, bits: int) -> QuantisedMatrix:
-    """Quantise a matrix; scales and minima are float16 numbers.
+    """Quantise a matrix ``[outs, ins]`` of any floating type; scales and minima are float16
+    numbers.
 
-    8 bits: the scale is the largest magnitude of a block / 127 (llama.cpp's Q8_0), no minimum.
-    4 bits: scale and minimum (Q4_1) with the least squared error of a small search.
-
-    Args:
-        weight: ``[outs, ins]``, any floating type; ins is a multiple of 32.
-        bits: 8 or 4.
-
-    Raises:
-        ValueError: Another number of bits, inputs that are not a multiple of 32, or weights that
-            are not finite or too large for a float16 scale.
+    8 bits: the scale is the largest magnitude of a block / 127 (llama.cpp's Q8_0), no minimum. 4
+    bits: scale and minimum (Q4_1) with the least squared error of a small search. Raises
+    ``ValueError``: another number of bits, inputs that are not a multiple of 32, or weights that
+    are not finite or too large for a float16 scale.
     """
     if bits not in (8, 4):
         raise ValueError(f"weights are quantised to 8 or 4 bits, not {bits}")
@@ -113,12 +108,9 @@ def quantise(weight: Tensor, bits: int) -> QuantisedMatrix:
 
 
 def mxfp4(values: Tensor, exponents: Tensor) -> QuantisedMatrix:
-    """A matrix of MXFP4 (OCP Microscaling Formats 1.0, 2023) as 8-bit blocks of the same values.
-
-    Args:
-        values: uint8 ``[outs, ins]``, floats of 4 bits.
-        exponents: uint8 ``[outs, ins / 32]``, of powers of two; 127 for 1, 255 for NaN.
-    """
+    """A matrix of MXFP4 (OCP Microscaling Formats 1.0, 2023) as 8-bit blocks of the same values: of
+    uint8 ``[outs, ins]``, floats of 4 bits, and uint8 ``[outs, ins / 32]``, exponents of powers of
+    two; 127 for 1, 255 for NaN."""
     table = torch.tensor([*_DOUBLED, *(-each for each in _DOUBLED)]).add(128).to(torch.uint8)
     scale = torch.ldexp(torch.full(exponents.shape, 0.5), exponents.int() - 127)
     scale = torch.where(exponents == 255, torch.nan, scale)

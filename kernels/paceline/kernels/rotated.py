@@ -54,15 +54,11 @@ def rotates(ins: int) -> bool:
 
 
 def quantise_rows(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Rotate rows, scale each so that its largest value becomes 127, and round it.
+    """Rotate rows ``[rows, ins]`` of a float type, dense, ``size`` inputs together, scale each so
+    that its largest value becomes 127, and round it.
 
-    Args:
-        x: ``[rows, ins]`` of a float type, dense.
-        size: Inputs that are rotated together.
-
-    Returns:
-        int8 ``[rows, ins]`` and the factors to multiply it with, float32 ``[rows]``: NaN, with
-        zeros, for a row with values that are not finite. A row depends on nothing else.
+    Returns int8 ``[rows, ins]`` and the factors to multiply it with, float32 ``[rows]``: NaN, with
+    zeros, for a row with values that are not finite. A row depends on nothing else.
     """
     if not x.is_cpu:
         return kernels_for(x.device).quantise_rows(x, size)
@@ -152,16 +148,7 @@ class RotatedMatrix:
 def scale_sums(
     sums: Tensor, rows: Tensor, outs: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Outputs of integer sums.
-
-    Args:
-        sums: int32, at least ``[M, N]``, dense.
-        rows: Factors on the rows, float32 ``[M]``.
-        outs: Factors on the outputs, float32 ``[N]``.
-        bias: float32 ``[N]`` or None.
-        dtype: Of the result.
-
-    Returns:
-        ``[M, N]``.
-    """
+    """Outputs ``[M, N]`` in a type, of integer sums, int32, at least ``[M, N]``, dense, by factors
+    on the rows, float32 ``[M]``, and on the outputs, float32 ``[N]``, and a bias, float32 ``[N]``
+    or None."""
     return kernels_for(sums.device).scale_sums(sums, rows, outs, bias, dtype)

@@ -34,17 +34,8 @@ class RowKernels(Protocol):
     def add_norm(
         self, x: Tensor, delta: Tensor | IntSums | None, norm: Norm, dtype: torch.dtype
     ) -> Tensor:
-        """``x += delta`` in place, then the norm of it.
-
-        Args:
-            x: Residual stream, float32 ``[M, width]``.
-            delta: fp32 or bf16 ``[M, width]``, or None to add nothing.
-            norm: The norm.
-            dtype: Of the result.
-
-        Returns:
-            ``[M, width]``.
-        """
+        """``x += delta`` in place, then the norm of it, ``[M, width]`` in a type. ``x`` is the
+        residual stream, float32 ``[M, width]``, ``delta`` fp32 or bf16, or None to add nothing."""
 
     def gate(self, gate_up: Tensor | IntSums) -> Tensor:
         """``silu(gate) * up`` for ``[M, 2 width]``, gates first; returns ``[M, width]``."""

@@ -160,17 +160,10 @@ def _bounded(penalty: float, lowest: float = -_MAX_PENALTY) -> float:
 
 
 def filter_logits(logits: Tensor, params: SamplingRules, history: History) -> Tensor:
-    """Apply the whole filter.
-
-    Args:
-        logits: float32 or bf16 ``[V]`` on the CPU; not modified.
-        params: Sampling parameters; at temperature 0 only penalties and bias are applied.
-        history: Tokens before the one to be drawn.
-
-    Returns:
-        float32 ``[V]``; tokens filtered out are -inf. Raises ``ValueError`` if a biased or seen
-        token id is outside the vocabulary.
-    """
+    """Apply the whole filter, at temperature 0 only penalties and bias, to float32 or bf16 ``[V]``
+    on the CPU, which is not modified. ``history`` are the tokens before the one to be drawn.
+    Returns float32 ``[V]``; tokens filtered out are -inf. Raises ``ValueError`` if a biased or seen
+    token id is outside the vocabulary."""
     return _filtered(penalise(logits, params, history), params)
 
 
@@ -186,14 +179,8 @@ def _filtered(logits: Tensor, params: SamplingRules) -> Tensor:
 
 
 def choose_token(logits: Tensor, params: SamplingRules, position: int, history: History) -> int:
-    """The token that the sampling contract determines.
-
-    Args:
-        logits: float32 or bf16 ``[V]`` on the CPU, of the token before ``position``.
-        params: Sampling parameters.
-        position: Absolute position of the token to be chosen.
-        history: Tokens before ``position``; only penalties use it.
-    """
+    """The token that the sampling contract determines at an absolute position, by the logits of the
+    token before it, float32 or bf16 ``[V]`` on the CPU. Only penalties use the history."""
     changed = penalise(logits, params, history) if params.penalised else logits
     if params.greedy:
         return _largest(changed)
@@ -328,15 +315,9 @@ def edits(params: SamplingRules, history: History) -> Edits:
 
 
 def edit_rows(logits: Tensor, rows: Sequence[int], changes: Sequence[Edits]) -> None:
-    """Apply penalties and biases to rows of logits, in place.
-
-    Args:
-        logits: float32 ``[R, V]``, dense, on any device. A GPU is not waited for.
-        rows: Different rows.
-        changes: Of each of them.
-
-    Raises ``ValueError`` if a biased or seen token id is outside the vocabulary.
-    """
+    """Apply penalties and biases, in place, to different rows of logits, float32 ``[R, V]``, dense,
+    on any device. A GPU is not waited for. Raises ``ValueError`` if a biased or seen token id is
+    outside the vocabulary."""
     flat = logits.view(-1)
     for kind, parts in enumerate(zip(*changes, strict=True)):
         ids = np.concatenate([ids for ids, _ in parts])
@@ -371,16 +352,11 @@ def penalise(logits: Tensor, params: SamplingRules, history: History) -> Tensor:
 
 
 def raw_logprobs(logits: Tensor, token: int, top_n: int) -> tuple[float, list[tuple[int, float]]]:
-    """Log-probabilities of the model itself, before any filter.
+    """Log-probabilities of the model itself, before any filter, by its logits, float32 or bf16
+    ``[V]``.
 
-    Args:
-        logits: float32 or bf16 ``[V]``.
-        token: The emitted token.
-        top_n: How many of the most likely tokens to list.
-
-    Returns:
-        The token's natural log-probability, and (id, log-probability) of the ``top_n`` most
-        likely tokens, best first, ties by lower id.
+    Returns the natural log-probability of the emitted token, and (id, log-probability) of the
+    ``top_n`` most likely tokens, best first, ties by lower id.
     """
     address(logits, "logits")  # refuses another device, which the check of values would wait for
     raw = _finite(logits.float())
@@ -389,7 +365,10 @@ def raw_logprobs(logits: Tensor, token: int, top_n: int) -> tuple[float, list[tu
     total: float = library().paceline_logsumexp(at, dense.numel(), memory.ctypes.data)
     best: list[tuple[int, float]] = []
     if top_n > 0:
-        ids = _likeliest(raw, min(top_n, raw.numel()))
+        count = min(top_n, raw.numel())
+        # Candidates at minus infinity are arbitrary.
+        ranked = raw.numpy().min() == -math.inf
+        ids = _ranked(raw, count)[:count] if ranked else best_candidates(raw[None], count)[0][0]
         best = list(zip(ids.tolist(), (raw[ids].double() - total).tolist(), strict=True))
     return float(raw[token]) - total, best
 
@@ -397,13 +376,6 @@ def raw_logprobs(logits: Tensor, token: int, top_n: int) -> tuple[float, list[tu
 def _largest(values: Tensor) -> int:
     """Index of the largest of ``[n]`` values, the first on ties; much faster than torch."""
     return int(values.float().numpy().argmax())
-
-
-def _likeliest(values: Tensor, count: int) -> Tensor:
-    """Ids of the ``count`` largest of float32 ``[n]`` values, best first, ties by lower id."""
-    if values.numpy().min() == -math.inf:
-        return _ranked(values, count)[:count]
-    return best_candidates(values[None], count)[0][0]
 
 
 def _finite(values: Tensor) -> Tensor:

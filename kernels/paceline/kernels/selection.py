@@ -20,16 +20,9 @@ SELECTION_CHUNK = 8
 
 
 def streaming(length: int, budget: int) -> tuple[range, ...]:
-    """The first ``SINKS`` positions and the newest, or all.
-
-    Args:
-        length: Number of positions.
-        budget: Maximum number of positions to select; 0 for all. At ``SINKS`` or below only
-            the newest ones.
-
-    Returns:
-        One or two rising, non-empty ranges; none if there is no position.
-    """
+    """The first ``SINKS`` of ``length`` positions and the newest, at most ``budget``, or all if
+    that is 0. With a budget of ``SINKS`` or below only the newest ones. Returns one or two rising,
+    non-empty ranges; none if there is no position."""
     if length == 0:
         return ()
     if not 0 < budget < length:
@@ -56,15 +49,9 @@ def best_chunks(scores: Tensor, size: int, count: int) -> Tensor:
 
 
 def attention_weights(q: Tensor, keys: Tensor) -> Tensor:
-    """Attention weights that the newest positions give to all, summed over queries and heads.
-
-    Args:
-        q: Queries after RoPE of the last R positions, ``[R, Hq, D]``.
-        keys: Keys after RoPE, ``[Hkv, n, D]``, those of the R positions last. Attention is causal.
-
-    Returns:
-        float32 ``[n]``.
-    """
+    """Attention weights that the newest positions give to all, summed over queries and heads:
+    float32 ``[n]``. ``q`` are queries after RoPE of the last R positions, ``[R, Hq, D]``, ``keys``
+    keys after RoPE, ``[Hkv, n, D]``, those of the R positions last. Attention is causal."""
     rows, _, dim = q.shape
     kv_heads, length, _ = keys.shape
     heads = q.float().view(rows, kv_heads, -1, dim).permute(1, 2, 0, 3)

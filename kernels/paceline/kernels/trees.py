@@ -255,10 +255,6 @@ def plan_trees(
         )
     where, rows = torch.device(device), np.array(positions, np.int64)
     return TreePlan(
-        blocks=blocks,
-        offsets=tuple(offsets),
-        positions=send(torch.from_numpy(rows), where),
-        longest=int(rows.max()),
-        device=where,
-        ancestors=ancestors,
-    )
+        blocks=blocks, offsets=tuple(offsets), positions=send(torch.from_numpy(rows), where),
+        longest=int(rows.max()), device=where, ancestors=ancestors,
+    )  # fmt: skip

@@ -173,25 +173,15 @@ static Buffers reserve(const Tile *t) {
   return lay_out(t, &parts);
 }
 
-/* Scaled queries [rows][dim]. */
-static void load_queries(const Tile *t, const float *q, float *out) {
+/* Scaled queries [rows][dim]: as float32, or as bfloat16 padded with 0 to whole tiles. */
+INLINE void load_queries(const Tile *t, const float *q, const int bf16, void *out) {
   const Plan *p = t->plan;
+  const int64_t stride = bf16 ? round_up(p->dim, DOT) : p->dim;
+  if (bf16) memset(out, 0, (size_t)(round_up(t->rows, SIDE) * stride) * sizeof(uint16_t));
   for (int64_t r = 0; r < t->rows; r++) {
     const int64_t from = packed_row(t, r) * p->dim;
     for (int64_t d = 0; d < p->dim; d += LANES)
-      store_f32(out + r * p->dim + d, load_f32(q + from + d) * splat(p->scale));
-  }
-}
-
-/* Scaled queries as bfloat16 [rows][dim], padded with 0 to whole tiles. */
-static void round_queries(const Tile *t, const float *q, uint16_t *out) {
-  const Plan *p = t->plan;
-  const int64_t padded = round_up(p->dim, DOT);
-  memset(out, 0, (size_t)(round_up(t->rows, SIDE) * padded) * sizeof *out);
-  for (int64_t r = 0; r < t->rows; r++) {
-    const int64_t from = packed_row(t, r) * p->dim;
-    for (int64_t d = 0; d < p->dim; d += LANES)
-      store_bf16(out + r * padded + d, load_f32(q + from + d) * splat(p->scale));
+      store_any(out, r * stride + d, bf16, load_f32(q + from + d) * splat(p->scale));
   }
 }
 
@@ -284,12 +274,6 @@ static void attend_chunk(const Tile *t, const Buffers *m, int64_t chunk, float *
   }
 }
 
-static float exp_one(float x) {
-  float lanes[WIDTH];
-  store_f32(lanes, exp_(splat(x)));
-  return lanes[0];
-}
-
 /* Merges the results of the next chunk into those of the rows. */
 static void merge(const Tile *t, float *total, const float *part) {
   const int64_t dim = t->plan->dim;
@@ -324,13 +308,13 @@ static int begin(const Tile *t, Buffers *m, const float *q) {
   *m = reserve(t);
   if (!m->q) return 1;
   if (products_of(t->plan) != CHAINS) {
-    round_queries(t, q, (uint16_t *)m->q);
+    load_queries(t, q, 1, m->q);
     if (products_of(t->plan) == TILES) {
       configure_tiles(64);
       if (turned(t)) turn_queries(t, m);
     }
   } else {
-    load_queries(t, q, m->q);
+    load_queries(t, q, 0, m->q);
   }
   return 0;
 }

@@ -77,18 +77,16 @@ static void score_dots(const Tile *t, const Buffers *m, int64_t first, int64_t s
   for (int64_t slot = first, columns; slot < stop; slot += columns, out += columns) {
     const int few = t->rows <= FEW && stop - slot >= FEW_KEYS && pairs % LANES == 0;
     columns = few ? FEW_KEYS : stop - slot > COLUMNS / 2 ? COLUMNS : LANES;
-#define CALL(n) score_few_pairs(n, t, m->q, slot, out, stride)
+#define FEW_CASE(n) \
+  case n: score_few_pairs(n, t, m->q, slot, out, stride); break;
     switch (few ? t->rows : 0) {
-      case 1: CALL(1); break;
-      case 2: CALL(2); break;
-      case 3: CALL(3); break;
-      case 4: CALL(4); break;
+      CASES_4(FEW_CASE)
       default:
         pair_keys(t, slot, stop, columns, m->panel);
         multiply(columns, t->rows, m->q, round_up(t->plan->dim, DOT) / 2,
                  panel_of(m, columns, PAIRS), pairs, 0, out, stride);
     }
-#undef CALL
+#undef FEW_CASE
   }
 }
 
@@ -164,16 +162,10 @@ INLINE void weigh_register_tile(const int rows, const int vectors, const Tile *t
 INLINE void weigh_vectors(const int vectors, const Tile *t, Values v, int64_t d, int64_t rows,
                           const float *weights, int more, float *out) {
   for (int fetch = !v.slots; rows > 0; rows -= ROWS, fetch = 0) {
-#define CALL(n) weigh_register_tile(n, vectors, t, v, d, weights, more, fetch, out)
-    switch (rows) {
-      case 1: CALL(1); break;
-      case 2: CALL(2); break;
-      case 3: CALL(3); break;
-      case 4: CALL(4); break;
-      case 5: CALL(5); break;
-      default: CALL(6);
-    }
-#undef CALL
+#define TILE_CASE(n) \
+  case n: weigh_register_tile(n, vectors, t, v, d, weights, more, fetch, out); break;
+    switch (min(rows, ROWS)) { CASES_6(TILE_CASE) }
+#undef TILE_CASE
     weights += ROWS * STRIDE, out += ROWS * t->width;
   }
 }

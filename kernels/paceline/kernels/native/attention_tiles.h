@@ -125,10 +125,7 @@ static void score_turned(const Tile *t, const Buffers *m, int64_t slot, float *o
   _Alignas(64) float scores[WIDE][WORDS];
   for (int64_t i = 0; i < WIDE * SIDE; i++) fetch_row(keys + i * bytes + KEYS_AHEAD, dim * 2, 3);
   for (int64_t r = 0; r < t->rows; r += SIDE) {
-    TILE_ZERO(0);
-    TILE_ZERO(1);
-    TILE_ZERO(2);
-    TILE_ZERO(3);
+    ZERO_SUMS;
     for (int64_t d = 0; d < dim; d += DOT, queries += WORDS) {
       const char *key = keys + d * 2;
       TILE_LOAD(5, queries, 64);

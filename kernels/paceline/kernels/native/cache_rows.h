@@ -10,34 +10,20 @@
 
 enum { KV_F32, KV_BF16, KV_INT8 };
 
-#if LANES == 16
 INLINE vec load_i8(const int8_t *p) {
+#if LANES == 16
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+#elif LANES == 8
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+#else
+  return (vec){p[0], p[1], p[2], p[3]};
+#endif
 }
 
 /* Byte `index` of every lane, with its sign. */
 INLINE vec byte_of(vec x, const int index) {
-  const __m512i high = _mm512_slli_epi32(_mm512_castps_si512(x), (unsigned)(24 - 8 * index));
-  return _mm512_cvtepi32_ps(_mm512_srai_epi32(high, 24));
+  return __builtin_convertvector((svec)((uvec)x << (24 - 8 * index)) >> 24, vec);
 }
-#elif LANES == 8
-INLINE vec load_i8(const int8_t *p) {
-  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
-}
-
-INLINE vec byte_of(vec x, const int index) {
-  const __m256i high = _mm256_slli_epi32(_mm256_castps_si256(x), 24 - 8 * index);
-  return _mm256_cvtepi32_ps(_mm256_srai_epi32(high, 24));
-}
-#else
-INLINE vec load_i8(const int8_t *p) { return (vec){p[0], p[1], p[2], p[3]}; }
-
-INLINE vec byte_of(vec x, const int index) {
-  int8_t bytes[LANES][4];
-  memcpy(bytes, &x, sizeof bytes);
-  return (vec){bytes[0][index], bytes[1][index], bytes[2][index], bytes[3][index]};
-}
-#endif
 
 /* Values of a row, without the scale of 8 bits. */
 INLINE vec load_kv(const void *base, int64_t at, int type) {

@@ -118,12 +118,6 @@ INLINE void delta_unit(float *x, int64_t width, float factor) {
   for (int64_t i = 0; i < width; i += LANES) store_f32(x + i, load_f32(x + i) * scale);
 }
 
-INLINE float exp_one(float x) {
-  float lanes[LANES];
-  store_f32(lanes, exp_(splat(x)));
-  return lanes[0];
-}
-
 INLINE float delta_decay(float x, float rate) {
   const float softplus = x > 20.0f ? x : (float)log_(1.0 + (double)exp_one(x));
   return exp_one(-rate * softplus);

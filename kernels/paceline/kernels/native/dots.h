@@ -17,85 +17,50 @@ INLINE float half_to_float(uint16_t half) {
   return half & 0x8000 ? -magnitude : magnitude;
 }
 
+typedef int8_t bvec __attribute__((vector_size(4 * LANES)));
+typedef ivec anywhere __attribute__((aligned(1), may_alias)); /* in memory of any type */
+INLINE ivec load_i32(const void *p) { return *(const anywhere *)p; }
+INLINE void store_i32(void *p, ivec x) { *(anywhere *)p = x; }
+INLINE ivec splat_i32(int32_t x) { return (ivec)((svec){0} + x); }
+INLINE ivec low_halves(ivec x) { return (ivec)((uvec)x & 0x0f0f0f0f); }
+INLINE ivec high_halves(ivec x) { return (ivec)((uvec)x >> 4 & 0x0f0f0f0f); }
+INLINE ivec add_i32(ivec a, ivec b) { return (ivec)((uvec)a + (uvec)b); }
+INLINE ivec subtract_bytes(ivec a, ivec b) { return (ivec)((bvec)a - (bvec)b); }
+INLINE vec to_float(ivec x) { return __builtin_convertvector((svec)x, vec); }
+INLINE vec as_float(ivec x) { return (vec)x; }
+INLINE ivec as_int(vec x) { return (ivec)x; }
+INLINE ivec clear_sign(vec x) { return (ivec)((uvec)x & 0x7fffffff); }
+#ifdef INTEL
+INLINE ivec max_i32(ivec a, ivec b) { return INTEL(max_epi32)(a, b); }
+INLINE vec load_f16(const uint16_t *p) { return INTEL(cvtph_ps)(LOAD_HALVES(p)); }
+#endif
 #if LANES == 16
-typedef __m512i ivec;
-INLINE ivec load_i32(const void *p) { return _mm512_loadu_si512(p); }
-INLINE ivec splat_i32(int32_t x) { return _mm512_set1_epi32(x); }
-INLINE ivec low_halves(ivec x) { return _mm512_and_si512(x, splat_i32(0x0f0f0f0f)); }
-INLINE ivec high_halves(ivec x) { return low_halves(_mm512_srli_epi32(x, 4)); }
-INLINE ivec add_i32(ivec a, ivec b) { return _mm512_add_epi32(a, b); }
-INLINE ivec subtract_bytes(ivec a, ivec b) { return _mm512_sub_epi8(a, b); }
-INLINE vec to_float(ivec x) { return _mm512_cvtepi32_ps(x); }
-INLINE vec as_float(ivec x) { return _mm512_castsi512_ps(x); }
-INLINE ivec as_int(vec x) { return _mm512_castps_si512(x); }
-INLINE ivec max_i32(ivec a, ivec b) { return _mm512_max_epi32(a, b); }
-INLINE ivec clear_sign(vec x) { return _mm512_and_si512(as_int(x), splat_i32(0x7fffffff)); }
 INLINE int32_t largest_lane(ivec x) { return _mm512_reduce_max_epi32(x); }
 INLINE int32_t add_lanes(ivec x) { return _mm512_reduce_add_epi32(x); }
-INLINE void store_i32(int32_t *p, ivec x) { _mm512_storeu_si512(p, x); }
 INLINE void store_bytes(char *p, ivec x) {
   _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(x));
 }
-INLINE vec load_f16(const uint16_t *p) {
-  return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
-}
 #elif LANES == 8
-typedef __m256i ivec;
-INLINE ivec load_i32(const void *p) { return _mm256_loadu_si256((const __m256i *)p); }
-INLINE ivec splat_i32(int32_t x) { return _mm256_set1_epi32(x); }
-INLINE ivec low_halves(ivec x) { return _mm256_and_si256(x, splat_i32(0x0f0f0f0f)); }
-INLINE ivec high_halves(ivec x) { return low_halves(_mm256_srli_epi32(x, 4)); }
-INLINE ivec add_i32(ivec a, ivec b) { return _mm256_add_epi32(a, b); }
-INLINE ivec subtract_bytes(ivec a, ivec b) { return _mm256_sub_epi8(a, b); }
-INLINE vec to_float(ivec x) { return _mm256_cvtepi32_ps(x); }
-INLINE vec as_float(ivec x) { return _mm256_castsi256_ps(x); }
-INLINE ivec as_int(vec x) { return _mm256_castps_si256(x); }
-INLINE ivec max_i32(ivec a, ivec b) { return _mm256_max_epi32(a, b); }
-INLINE ivec clear_sign(vec x) { return _mm256_and_si256(as_int(x), splat_i32(0x7fffffff)); }
-INLINE int32_t largest_lane(ivec x) {
-  __m128i y = _mm_max_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
-  y = _mm_max_epi32(y, _mm_shuffle_epi32(y, 0x4e));
-  return _mm_cvtsi128_si32(_mm_max_epi32(y, _mm_shuffle_epi32(y, 0xb1)));
-}
-INLINE int32_t add_lanes(ivec x) {
-  __m128i y = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
-  y = _mm_add_epi32(y, _mm_shuffle_epi32(y, 0x4e));
-  return _mm_cvtsi128_si32(_mm_add_epi32(y, _mm_shuffle_epi32(y, 0xb1)));
-}
-INLINE void store_i32(int32_t *p, ivec x) { _mm256_storeu_si256((__m256i *)p, x); }
+#define FOLD(of, x)                                                          \
+  __m128i y = of(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1)); \
+  y = of(y, _mm_shuffle_epi32(y, 0x4e));                                     \
+  return _mm_cvtsi128_si32(of(y, _mm_shuffle_epi32(y, 0xb1)))
+INLINE int32_t largest_lane(ivec x) { FOLD(_mm_max_epi32, x); }
+INLINE int32_t add_lanes(ivec x) { FOLD(_mm_add_epi32, x); }
 INLINE void store_bytes(char *p, ivec x) {
-  const __m256i order = _mm256_set1_epi32(0x0c080400);
-  const __m256i words = _mm256_shuffle_epi8(x, order); /* the first of each half are the bytes */
+  const ivec order = _mm256_set1_epi32(0x0c080400);
+  const ivec words = _mm256_shuffle_epi8(x, order); /* the first of each half */
   const int32_t low = _mm256_extract_epi32(words, 0), high = _mm256_extract_epi32(words, 4);
   memcpy(p, &low, sizeof low);
   memcpy(p + 4, &high, sizeof high);
 }
-INLINE vec load_f16(const uint16_t *p) {
-  return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
-}
 #else
-INLINE ivec load_i32(const void *p) {
-  ivec x;
-  memcpy(&x, p, sizeof x);
-  return x;
-}
-INLINE ivec splat_i32(int32_t x) { return (ivec){x, x, x, x}; }
-INLINE ivec low_halves(ivec x) { return x & 0x0f0f0f0f; }
-INLINE ivec high_halves(ivec x) { return (x >> 4) & 0x0f0f0f0f; }
-INLINE ivec add_i32(ivec a, ivec b) { return a + b; }
-typedef int8_t bvec __attribute__((vector_size(16)));
-INLINE ivec subtract_bytes(ivec a, ivec b) { return (ivec)((bvec)a - (bvec)b); }
-INLINE vec to_float(ivec x) { return __builtin_convertvector(x, vec); }
-INLINE vec as_float(ivec x) { return (vec)x; }
-INLINE ivec as_int(vec x) { return (ivec)x; }
 INLINE ivec max_i32(ivec a, ivec b) { return ((a > b) & a) | (~(a > b) & b); }
-INLINE ivec clear_sign(vec x) { return (ivec)x & 0x7fffffff; }
 INLINE int32_t largest_lane(ivec x) {
   const int32_t a = x[0] > x[1] ? x[0] : x[1], b = x[2] > x[3] ? x[2] : x[3];
   return a > b ? a : b;
 }
 INLINE int32_t add_lanes(ivec x) { return x[0] + x[1] + x[2] + x[3]; }
-INLINE void store_i32(int32_t *p, ivec x) { memcpy(p, &x, sizeof x); }
 INLINE void store_bytes(char *p, ivec x) {
   for (int i = 0; i < LANES; i++) p[i] = (char)x[i];
 }
@@ -125,37 +90,27 @@ INLINE int32_t word_at(const void *p) {
 /* With 4-bit weights nothing saturates, and the sums of a block fit 16 bits: 32 / 2 pairs of 15 *
  * 127 in two lanes are 30,480. With 8 bits, magnitudes of signed weights are multiplied with
  * activations that have their signs: 2 * 128 * 127 fits too. */
-#if LANES == 16
-INLINE ivec multiply_bytes(ivec a, ivec b) { return _mm512_maddubs_epi16(a, b); }
-INLINE ivec multiply_pairs(ivec a, ivec b) { return _mm512_madd_epi16(a, b); }
-INLINE ivec add_i16(ivec a, ivec b) { return _mm512_add_epi16(a, b); }
-INLINE ivec signed_bytes(ivec x) { return _mm512_xor_si512(x, splat_i32((int)0x80808080)); }
-INLINE ivec magnitudes(ivec x) { return _mm512_abs_epi8(x); }
+typedef int16_t hvec __attribute__((vector_size(4 * LANES)));
+INLINE hvec multiply_bytes(ivec a, ivec b) { return (hvec)INTEL(maddubs_epi16)(a, b); }
+INLINE ivec add_pairs(hvec x) { return INTEL(madd_epi16)((ivec)x, splat_i32(0x00010001)); }
 INLINE ivec with_signs(ivec a, ivec w) {
-  return _mm512_mask_sub_epi8(a, _mm512_movepi8_mask(w), splat_i32(0), a);
-}
+#if LANES == 16
+  return _mm512_mask_sub_epi8(a, _mm512_movepi8_mask(w), _mm512_setzero_si512(), a);
 #else
-INLINE ivec multiply_bytes(ivec a, ivec b) { return _mm256_maddubs_epi16(a, b); }
-INLINE ivec multiply_pairs(ivec a, ivec b) { return _mm256_madd_epi16(a, b); }
-INLINE ivec add_i16(ivec a, ivec b) { return _mm256_add_epi16(a, b); }
-INLINE ivec signed_bytes(ivec x) { return _mm256_xor_si256(x, splat_i32((int)0x80808080)); }
-INLINE ivec magnitudes(ivec x) { return _mm256_abs_epi8(x); }
-INLINE ivec with_signs(ivec a, ivec w) { return _mm256_sign_epi8(a, w); }
+  return _mm256_sign_epi8(a, w);
 #endif
+}
 INLINE int32_t dot_offset(const int four) { return four ? 0 : 128; }
 INLINE ivec begin_sum(const int four, int32_t start) { return splat_i32(four ? 0 : start); }
 INLINE ivec end_sum(const int four, ivec sum, int32_t start) {
-  return four ? add_i32(multiply_pairs(sum, splat_i32(0x00010001)), splat_i32(start)) : sum;
+  return four ? add_i32(add_pairs((hvec)sum), splat_i32(start)) : sum;
 }
 INLINE ivec dot(const int four, ivec sum, ivec weights, const char *a) {
-  const ivec x = splat_i32(word_at(a));
-  if (four) {
-    sum = add_i16(sum, multiply_bytes(weights, x));
-  } else {
-    const ivec w = signed_bytes(weights);
-    const ivec pairs = multiply_bytes(magnitudes(w), with_signs(x, w));
-    sum = add_i32(sum, multiply_pairs(pairs, splat_i32(0x00010001)));
-  }
+  const ivec x = splat_i32(word_at(a)), w = (ivec)((uvec)weights ^ 0x80808080u);
+  if (four)
+    sum = (ivec)((hvec)sum + multiply_bytes(weights, x));
+  else
+    sum = add_i32(sum, add_pairs(multiply_bytes(INTEL(abs_epi8)(w), with_signs(x, w))));
   IN_ORDER(sum);
   return sum;
 }

@@ -90,6 +90,14 @@ typedef struct {
   int four, f16, minima;
 } QuantisedFormat;
 
+/* Bytes of a panel, and of a block. */
+INLINE int64_t format_panel(const QuantisedFormat f) {
+  return QUANT_BLOCK * PANEL / (f.four ? 2 : 1);
+}
+INLINE int64_t format_bytes(const QuantisedFormat f) {
+  return 2 * format_panel(f) + PAIR * (f.f16 ? 2 : 4) * (f.minima ? 2 : 1);
+}
+
 /* A panel of a block, one byte a value, in lines of 4 inputs. */
 typedef struct {
   char values[QUANT_BLOCK * PANEL];
@@ -99,8 +107,7 @@ typedef struct {
 /* Unpacks blocks, and subtracts `offset` from each value. */
 INLINE void unpack_blocks(const QuantisedFormat f, int32_t offset, const char *block, int64_t count,
                           UnpackedPanel *out) {
-  const int64_t panel = QUANT_BLOCK * PANEL / (f.four ? 2 : 1), factor = f.f16 ? 2 : 4;
-  const int64_t bytes = 2 * panel + PAIR * factor * (f.minima ? 2 : 1);
+  const int64_t panel = format_panel(f), factor = f.f16 ? 2 : 4, bytes = format_bytes(f);
   const ivec less = splat_i32((int32_t)((uint32_t)offset * 0x01010101u));
 #pragma GCC unroll 1
   for (const char *end = block + count * bytes; block < end; block += bytes)
@@ -113,10 +120,10 @@ INLINE void unpack_blocks(const QuantisedFormat f, int32_t offset, const char *b
         const ivec w = load_i32(values + i);
         if (f.four) {
           char *to = out->values + i / 64 * 128 + i % 64;
-          store_i32((int32_t *)to, subtract_bytes(low_halves(w), less));
-          store_i32((int32_t *)(to + 64), subtract_bytes(high_halves(w), less));
+          store_i32(to, subtract_bytes(low_halves(w), less));
+          store_i32(to + 64, subtract_bytes(high_halves(w), less));
         } else {
-          store_i32((int32_t *)(out->values + i), subtract_bytes(w, less));
+          store_i32(out->values + i, subtract_bytes(w, less));
         }
       }
 #pragma GCC unroll 4
@@ -125,14 +132,6 @@ INLINE void unpack_blocks(const QuantisedFormat f, int32_t offset, const char *b
         if (f.minima) store_f32(out->minimum + v, load_factor(scales + (PAIR + v) * factor, f.f16));
       }
     }
-}
-
-INLINE int64_t format_panel(const QuantisedFormat f) {
-  return QUANT_BLOCK * PANEL / (f.four ? 2 : 1);
-}
-
-INLINE int64_t format_bytes(const QuantisedFormat f) {
-  return 2 * format_panel(f) + PAIR * (f.f16 ? 2 : 4) * (f.minima ? 2 : 1);
 }
 
 /* Fetches weights that come after a block: far ahead into the second-level cache, then into the
@@ -235,9 +234,6 @@ INLINE void add_blocks(const int rows, const int alone, const QuantisedFormat f,
   for (int u = 0; u < PAIR / UNIT; u++) store_totals(rows, VECTORS, totals + u * UNIT, total[u]);
 }
 
-/* The kernel for a range of `n` rows, 1 to QUANTISED_ROWS. As a case with a literal number, its
- * loops over rows are unrolled and its sums stay in registers; with a variable number they would be
- * in memory. */
 #define QUANTISED_CASE(n)                                 \
   case n:                                                 \
     if (turn.count == 1)                                  \
@@ -248,18 +244,7 @@ INLINE void add_blocks(const int rows, const int alone, const QuantisedFormat f,
 
 INLINE void quantised_rows(int64_t rows, const QuantisedFormat f, const char *block, int64_t count,
                            const Activations *a, float *totals, Turn turn) {
-  switch (rows) {
-    QUANTISED_CASE(1)
-    QUANTISED_CASE(2)
-    QUANTISED_CASE(3)
-#if QUANTISED_ROWS >= 4
-    QUANTISED_CASE(4)
-#endif
-#if QUANTISED_ROWS >= 6
-    QUANTISED_CASE(5)
-    QUANTISED_CASE(6)
-#endif
-  }
+  switch (rows) { CASES_TO(QUANTISED_ROWS, QUANTISED_CASE) }
 }
 
 /* The functions of one format of weights: `four`: 4 bits, not 8; `f16`: scales and minima are

@@ -79,30 +79,12 @@ INLINE void float_unit(const int rows, const int bf16, const Matrix *m, const fl
   finish(m, rows, sums, UNIT, out, first);
 }
 
-/* The kernel for a range of `n` rows, 1 to FLOAT_ROWS. As a case with a literal number, its loops
- * over rows are unrolled and its sums stay in registers; with a variable number they would be in
- * memory. */
 #define FLOAT_CASE(n) \
   case n: float_unit(n, bf16, m, x, out, first, turn); break;
 
 INLINE void float_rows(int64_t rows, const int bf16, const Matrix *m, const float *x, float *out,
                        int64_t first, Turn turn) {
-  switch (rows) {
-    FLOAT_CASE(1)
-    FLOAT_CASE(2)
-    FLOAT_CASE(3)
-    FLOAT_CASE(4)
-#if FLOAT_ROWS == 12
-    FLOAT_CASE(5)
-    FLOAT_CASE(6)
-    FLOAT_CASE(7)
-    FLOAT_CASE(8)
-    FLOAT_CASE(9)
-    FLOAT_CASE(10)
-    FLOAT_CASE(11)
-    FLOAT_CASE(12)
-#endif
-  }
+  switch (rows) { CASES_TO(FLOAT_ROWS, FLOAT_CASE) }
 }
 
 static void f32_rows(int64_t rows, const Matrix *m, const float *x, float *out, int64_t first,

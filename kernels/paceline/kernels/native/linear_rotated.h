@@ -266,7 +266,6 @@ INLINE void rotated_sums(const int rows, const int vectors, const int alone, con
   }
 }
 
-/* The number of rows is a literal in every case, so that their sums stay in registers. */
 #define ROTATED_CASE(n)                                           \
   case n:                                                         \
     if (alone)                                                    \
@@ -278,28 +277,7 @@ INLINE void rotated_sums(const int rows, const int vectors, const int alone, con
 
 static void add_rotated(int64_t rows, int alone, const RotatedStretch s, const char *x,
                         int64_t stride, int32_t *sums) {
-  switch (rows) {
-    ROTATED_CASE(1)
-    ROTATED_CASE(2)
-    ROTATED_CASE(3)
-#if ROTATED_ROWS >= 4
-    ROTATED_CASE(4)
-#endif
-#if ROTATED_ROWS >= 6
-    ROTATED_CASE(5)
-    ROTATED_CASE(6)
-#endif
-#if ROTATED_ROWS >= 10
-    ROTATED_CASE(7)
-    ROTATED_CASE(8)
-    ROTATED_CASE(9)
-    ROTATED_CASE(10)
-#endif
-#if ROTATED_ROWS >= 12
-    ROTATED_CASE(11)
-    ROTATED_CASE(12)
-#endif
-  }
+  switch (rows) { CASES_TO(ROTATED_ROWS, ROTATED_CASE) }
 }
 
 /* Scales sums [rows][PAIR], adds the bias, and stores them; `out` is the first row. */
@@ -326,28 +304,13 @@ static void finish_rotated(const Matrix *m, int64_t rows, const RowFactors *fact
 static void rotated_tiles(int64_t rows, const char *w, const char *x, int64_t stride, int64_t ins,
                           int fetches, int32_t *sums) {
   const int second = rows > SIDE;
-  TILE_ZERO(0);
-  TILE_ZERO(1);
-  TILE_ZERO(2);
-  TILE_ZERO(3);
+  ZERO_SUMS;
   for (int64_t i = 0; i < ins; i += WHOLE, w += WHOLE * PAIR, x += WHOLE) {
     for (int line = 0; fetches && line < WHOLE * PAIR; line += 64)
       __builtin_prefetch(w + WEIGHTS_FAR_AHEAD + line, 0, 2);
-    TILE_LOAD(6, w, STEP);
-    TILE_LOAD(7, w + 64, STEP);
-    TILE_LOAD(4, x, stride);
-    TILE_DOT_SIGNED(0, 4, 6);
-    TILE_DOT_SIGNED(1, 4, 7);
-    if (second) {
-      TILE_LOAD(5, x + SIDE * stride, stride);
-      TILE_DOT_SIGNED(2, 5, 6);
-      TILE_DOT_SIGNED(3, 5, 7);
-    }
+    ADD_PRODUCTS(TILE_DOT_SIGNED, x, stride, second, w, w + 64, STEP);
   }
-  TILE_STORE(0, sums, PAIR * 4);
-  TILE_STORE(1, sums + SIDE, PAIR * 4);
-  TILE_STORE(2, sums + SIDE * PAIR, PAIR * 4);
-  TILE_STORE(3, sums + SIDE * PAIR + SIDE, PAIR * 4);
+  STORE_SUMS(sums, PAIR);
 }
 #endif
 

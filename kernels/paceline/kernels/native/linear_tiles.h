@@ -32,32 +32,18 @@ static void tile_pair(const Matrix *m, RowRange range, const char *scratch, floa
   const char *x = scratch + range.first * stride, *w = place(m->values, panel, first);
   _Alignas(64) float sums[TILE_ROWS * PAIR];
   configure_tiles(64);
-  TILE_ZERO(0);
-  TILE_ZERO(1);
-  TILE_ZERO(2);
-  TILE_ZERO(3);
+  ZERO_SUMS;
   for (int64_t at = 0; at < stride; at += 64) {
     const int64_t ahead = at * PANEL + WEIGHTS_FAR_AHEAD / 2;
     const char *fetch = w + ahead + (ahead < panel ? 0 : panel); /* of this pair or the next */
-    for (int line = 0; !turn.number && line < 64 * PANEL; line += 64) {
-      __builtin_prefetch(fetch + line, 0, 2);
-      __builtin_prefetch(fetch + line + panel, 0, 2);
+    for (int at = 0; !turn.number && at < 64 * PANEL; at += 64) {
+      __builtin_prefetch(fetch + at, 0, 2);
+      __builtin_prefetch(fetch + at + panel, 0, 2);
     }
-    TILE_LOAD(6, w + at * PANEL, 64);
-    TILE_LOAD(7, w + at * PANEL + panel, 64);
-    TILE_LOAD(4, x + at, stride);
-    TILE_DOT_BF16(0, 4, 6);
-    TILE_DOT_BF16(1, 4, 7);
-    if (second) {
-      TILE_LOAD(5, x + at + SIDE * stride, stride);
-      TILE_DOT_BF16(2, 5, 6);
-      TILE_DOT_BF16(3, 5, 7);
-    }
+    const char *line = w + at * PANEL;
+    ADD_PRODUCTS(TILE_DOT_BF16, x + at, stride, second, line, line + panel, 64);
   }
-  TILE_STORE(0, sums, PAIR * 4);
-  TILE_STORE(1, sums + SIDE, PAIR * 4);
-  TILE_STORE(2, sums + SIDE * PAIR, PAIR * 4);
-  TILE_STORE(3, sums + SIDE * PAIR + SIDE, PAIR * 4);
+  STORE_SUMS(sums, PAIR);
   finish(m, range.count, sums, PAIR, out, first);
 }
 #endif

@@ -65,16 +65,10 @@ INLINE void multiply_rows(const int vectors, const int elements, int64_t rows, c
                           int64_t a_stride, Panel b, int64_t depth, int more, float *c,
                           int64_t c_stride) {
   for (; rows > 0; rows -= ROWS, a += ROWS * a_stride, c += ROWS * c_stride) {
-#define CALL(n) multiply_tile(n, vectors, a, a_stride, b, elements, depth, more, c, c_stride)
-    switch (rows) {
-      case 1: CALL(1); break;
-      case 2: CALL(2); break;
-      case 3: CALL(3); break;
-      case 4: CALL(4); break;
-      case 5: CALL(5); break;
-      default: CALL(6);
-    }
-#undef CALL
+#define TILE_CASE(n) \
+  case n: multiply_tile(n, vectors, a, a_stride, b, elements, depth, more, c, c_stride); break;
+    switch (min(rows, ROWS)) { CASES_6(TILE_CASE) }
+#undef TILE_CASE
   }
 }
 
@@ -191,17 +185,15 @@ INLINE void score_keys(const Tile *t, const int type, const Buffers *m, int64_t 
   for (int64_t slot = first, columns; slot < stop; slot += columns, out += columns) {
     const int few = t->rows <= FEW && stop - slot >= FEW_KEYS;
     columns = few ? FEW_KEYS : stop - slot > COLUMNS / 2 ? COLUMNS : LANES;
-#define CALL(n) score_few(n, t, type, m->q, slot, out, stride)
+#define FEW_CASE(n) \
+  case n: score_few(n, t, type, m->q, slot, out, stride); break;
     switch (few ? t->rows : 0) {
-      case 1: CALL(1); break;
-      case 2: CALL(2); break;
-      case 3: CALL(3); break;
-      case 4: CALL(4); break;
+      CASES_4(FEW_CASE)
       default:
         transpose_keys(t, type, slot, stop, columns, m->panel);
         multiply(columns, t->rows, m->q, dim, panel_of(m, columns, FLOATS), dim, 0, out, stride);
     }
-#undef CALL
+#undef FEW_CASE
     if (type == KV_INT8) scale_columns(t, t->k, slot, min(slot + columns, stop), out, stride);
   }
 }

@@ -14,13 +14,13 @@
 
 /* Tile `t` as zeros; from rows at `stride` bytes; to such rows; and c += a * b over pairs of
  * bfloat16. `t`, `a`, `b` and `c` are literals: they are parts of instructions. The other branch
- * defines the same four in plain C. */
+ * defines the same in plain C. */
 #define TILE_ZERO(t) _tile_zero(t)
 /* The intrinsics for reading do not tell gcc that they read memory. */
 #define WRITTEN __asm__ volatile("" ::: "memory")
-#define TILE_LOAD(t, from, stride)        \
-  check_tile((from), (stride), SIDE, 64); \
-  WRITTEN;                                \
+#define TILE_READ(t, from, stride, rows, bytes) \
+  check_tile((from), (stride), rows, bytes);    \
+  WRITTEN;                                      \
   _tile_loadd(t, from, stride)
 #define TILE_STORE(t, to, stride)       \
   check_tile((to), (stride), SIDE, 64); \
@@ -28,16 +28,7 @@
 #define TILE_DOT_BF16(c, a, b) _tile_dpbf16ps(c, a, b)
 /* c += a * b over four bytes, those of `a` signed and those of `b` unsigned. */
 #define TILE_DOT_SIGNED(c, a, b) _tile_dpbsud(c, a, b)
-/* Of products of bytes over 32 inputs, both signed: 16 rows of 32 bytes, 8 lines of 64, and the
- * product of the two. */
-#define TILE_LOAD_ROWS(t, from, stride)   \
-  check_tile((from), (stride), SIDE, 32); \
-  WRITTEN;                                \
-  _tile_loadd(t, from, stride)
-#define TILE_LOAD_LINES(t, from, stride) \
-  check_tile((from), (stride), 8, 64);   \
-  WRITTEN;                               \
-  _tile_loadd(t, from, stride)
+/* The same of signed bytes. */
 #define TILE_DOT_BYTES(c, a, b) _tile_dpbssd(c, a, b)
 
 /* The sanitizer does not see what the instructions read and write. */
@@ -79,19 +70,13 @@ INLINE float from_bf16(uint32_t bits) {
 }
 
 #define TILE_ZERO(t) memset(tile_registers[t], 0, sizeof tile_registers[t])
-#define TILE_LOAD(t, from, stride)                        \
-  for (int64_t tile_row = 0; tile_row < SIDE; tile_row++) \
-  memcpy(tile_registers[t][tile_row], (const char *)(from) + tile_row * (int64_t)(stride), 64)
+#define TILE_READ(t, from, stride, rows, bytes)           \
+  for (int64_t tile_row = 0; tile_row < rows; tile_row++) \
+  memcpy(tile_registers[t][tile_row], (const char *)(from) + tile_row * (int64_t)(stride), bytes)
 #define TILE_STORE(t, to, stride)                         \
   for (int64_t tile_row = 0; tile_row < SIDE; tile_row++) \
   memcpy((char *)(to) + tile_row * (int64_t)(stride), tile_registers[t][tile_row], 64)
 #define TILE_DOT_BF16(c, a, b) dot_bf16(c, a, b)
-#define TILE_LOAD_ROWS(t, from, stride)                   \
-  for (int64_t tile_row = 0; tile_row < SIDE; tile_row++) \
-  memcpy(tile_registers[t][tile_row], (const char *)(from) + tile_row * (int64_t)(stride), 32)
-#define TILE_LOAD_LINES(t, from, stride)               \
-  for (int64_t tile_row = 0; tile_row < 8; tile_row++) \
-  memcpy(tile_registers[t][tile_row], (const char *)(from) + tile_row * (int64_t)(stride), 64)
 #define TILE_DOT_BYTES(c, a, b) dot_bytes(c, a, b)
 
 static inline void dot_bytes(int c, int a, int b) {
@@ -122,5 +107,34 @@ static inline void dot_bf16(int c, int a, int b) {
 
 INLINE void configure_tiles(const int depth) {}
 #endif
+
+#define TILE_LOAD(t, from, stride) TILE_READ(t, from, stride, SIDE, 64)
+/* For products of bytes over 32 inputs: 16 rows of 32 bytes, and 8 lines of 64. */
+#define TILE_LOAD_ROWS(t, from, stride) TILE_READ(t, from, stride, SIDE, 32)
+#define TILE_LOAD_LINES(t, from, stride) TILE_READ(t, from, stride, 8, 64)
+
+/* Four tiles of sums, 0 to 3: of two tiles of rows, the second one only if `second`, by two of
+ * outputs. They begin as zeros, take the products of a step, and end in memory. */
+#define ZERO_SUMS \
+  TILE_ZERO(0);   \
+  TILE_ZERO(1);   \
+  TILE_ZERO(2);   \
+  TILE_ZERO(3)
+#define ADD_PRODUCTS(DOT, x, x_stride, second, w, other, w_stride) \
+  TILE_LOAD(6, w, w_stride);                                       \
+  TILE_LOAD(7, other, w_stride);                                   \
+  TILE_LOAD(4, x, x_stride);                                       \
+  DOT(0, 4, 6);                                                    \
+  DOT(1, 4, 7);                                                    \
+  if (second) {                                                    \
+    TILE_LOAD(5, (x) + SIDE * (x_stride), x_stride);               \
+    DOT(2, 5, 6);                                                  \
+    DOT(3, 5, 7);                                                  \
+  }
+#define STORE_SUMS(sums, columns)                      \
+  TILE_STORE(0, sums, columns * 4);                    \
+  TILE_STORE(1, (sums) + SIDE, columns * 4);           \
+  TILE_STORE(2, (sums) + SIDE * columns, columns * 4); \
+  TILE_STORE(3, (sums) + SIDE * columns + SIDE, columns * 4)
 
 #endif

@@ -23,132 +23,37 @@ INLINE int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
 #define LANES 16
 #define COLUMN_VECTORS 4 /* vectors processed at once: with 6 rows they fill the registers */
 typedef __m512 vec;
-
-INLINE vec splat(float x) { return _mm512_set1_ps(x); }
-INLINE vec load_f32(const float *p) { return _mm512_loadu_ps(p); }
-INLINE void store_f32(float *p, vec x) { _mm512_storeu_ps(p, x); }
-INLINE vec fma_(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
-INLINE vec max_(vec a, vec b) { return _mm512_max_ps(a, b); }
-INLINE vec min_(vec a, vec b) { return _mm512_min_ps(a, b); }
-
-/* x with 0 where `test` is below `bound`. */
-INLINE vec zero_below(vec test, vec bound, vec x) {
-  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(test, bound, _CMP_NLT_UQ), x);
-}
-
-/* x times 2^n, n the whole number in the low 9 bits of `shifted`. */
-INLINE vec scale_(vec x, vec shifted) {
-  const __m512i n = _mm512_slli_epi32(_mm512_castps_si512(shifted), 23);
-  return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(x), n));
-}
-
-INLINE vec load_bf16(const uint16_t *p) {
-  __m512i x = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
-  return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16));
-}
-
-/* 32 bfloat16 values in memory order, as even and odd ones. */
-INLINE void split_bf16(vec pairs, vec *even, vec *odd) {
-  const __m512i x = _mm512_castps_si512(pairs), high = _mm512_set1_epi32((int)0xffff0000);
-  *even = _mm512_castsi512_ps(_mm512_slli_epi32(x, 16));
-  *odd = _mm512_castsi512_ps(_mm512_and_si512(x, high));
-}
-
-INLINE void store_bf16(uint16_t *p, vec x) {
-  const __m512i one = _mm512_set1_epi32(1), half = _mm512_set1_epi32(0x7fff);
-  __m512i bits = _mm512_castps_si512(x);
-  __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), one);
-  bits = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(bits, half), odd), 16);
-  __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-  bits = _mm512_mask_mov_epi32(bits, nan, _mm512_set1_epi32(0x7fc0));
-  _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(bits));
-}
-
-/* x[i][j] becomes x[j][i]. */
-INLINE void transpose(vec x[LANES]) {
-  vec y[LANES];
-  for (int i = 0; i < 16; i += 4) { /* 4 x 4 blocks within 128 bits */
-    __m512 a = _mm512_unpacklo_ps(x[i], x[i + 1]), b = _mm512_unpackhi_ps(x[i], x[i + 1]);
-    __m512 c = _mm512_unpacklo_ps(x[i + 2], x[i + 3]), d = _mm512_unpackhi_ps(x[i + 2], x[i + 3]);
-    y[i] = _mm512_shuffle_ps(a, c, 0x44), y[i + 1] = _mm512_shuffle_ps(a, c, 0xee);
-    y[i + 2] = _mm512_shuffle_ps(b, d, 0x44), y[i + 3] = _mm512_shuffle_ps(b, d, 0xee);
-  }
-  for (int i = 0; i < 4; i++) { /* then whole blocks */
-    __m512 a = _mm512_shuffle_f32x4(y[i], y[i + 4], 0x88);
-    __m512 b = _mm512_shuffle_f32x4(y[i], y[i + 4], 0xdd);
-    __m512 c = _mm512_shuffle_f32x4(y[i + 8], y[i + 12], 0x88);
-    __m512 d = _mm512_shuffle_f32x4(y[i + 8], y[i + 12], 0xdd);
-    x[i] = _mm512_shuffle_f32x4(a, c, 0x88), x[i + 8] = _mm512_shuffle_f32x4(a, c, 0xdd);
-    x[i + 4] = _mm512_shuffle_f32x4(b, d, 0x88), x[i + 12] = _mm512_shuffle_f32x4(b, d, 0xdd);
-  }
-}
-
+typedef __m512i ivec;
+#define INTEL(name) _mm512_##name
+#define LOAD_HALVES(p) _mm256_loadu_si256((const __m256i *)(p)) /* 16 bits a lane */
 #elif defined(__AVX2__) && defined(__FMA__)
 #include <immintrin.h>
 #define LANES 8
 #define COLUMN_VECTORS 2
 typedef __m256 vec;
-
-INLINE vec splat(float x) { return _mm256_set1_ps(x); }
-INLINE vec load_f32(const float *p) { return _mm256_loadu_ps(p); }
-INLINE void store_f32(float *p, vec x) { _mm256_storeu_ps(p, x); }
-INLINE vec fma_(vec a, vec b, vec c) { return _mm256_fmadd_ps(a, b, c); }
-INLINE vec max_(vec a, vec b) { return _mm256_max_ps(a, b); }
-INLINE vec min_(vec a, vec b) { return _mm256_min_ps(a, b); }
-
-INLINE vec zero_below(vec test, vec bound, vec x) {
-  return _mm256_and_ps(_mm256_cmp_ps(test, bound, _CMP_NLT_UQ), x);
-}
-
-INLINE vec scale_(vec x, vec shifted) {
-  const __m256i n = _mm256_slli_epi32(_mm256_castps_si256(shifted), 23);
-  return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), n));
-}
-
-INLINE vec load_bf16(const uint16_t *p) {
-  __m256i x = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
-  return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16));
-}
-
-INLINE void split_bf16(vec pairs, vec *even, vec *odd) {
-  const __m256i x = _mm256_castps_si256(pairs), high = _mm256_set1_epi32((int)0xffff0000);
-  *even = _mm256_castsi256_ps(_mm256_slli_epi32(x, 16));
-  *odd = _mm256_castsi256_ps(_mm256_and_si256(x, high));
-}
-
-INLINE void store_bf16(uint16_t *p, vec x) {
-  const __m256i one = _mm256_set1_epi32(1), half = _mm256_set1_epi32(0x7fff);
-  __m256i bits = _mm256_castps_si256(x);
-  __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), one);
-  bits = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, half), odd), 16);
-  __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
-  bits = _mm256_blendv_epi8(bits, _mm256_set1_epi32(0x7fc0), nan);
-  bits = _mm256_permute4x64_epi64(_mm256_packus_epi32(bits, bits), 0x08);
-  _mm_storeu_si128((__m128i *)p, _mm256_castsi256_si128(bits));
-}
-
-INLINE void transpose(vec x[LANES]) {
-  vec y[LANES];
-  for (int i = 0; i < 8; i += 4) {
-    __m256 a = _mm256_unpacklo_ps(x[i], x[i + 1]), b = _mm256_unpackhi_ps(x[i], x[i + 1]);
-    __m256 c = _mm256_unpacklo_ps(x[i + 2], x[i + 3]), d = _mm256_unpackhi_ps(x[i + 2], x[i + 3]);
-    y[i] = _mm256_shuffle_ps(a, c, 0x44), y[i + 1] = _mm256_shuffle_ps(a, c, 0xee);
-    y[i + 2] = _mm256_shuffle_ps(b, d, 0x44), y[i + 3] = _mm256_shuffle_ps(b, d, 0xee);
-  }
-  for (int i = 0; i < 4; i++) {
-    x[i] = _mm256_permute2f128_ps(y[i], y[i + 4], 0x20);
-    x[i + 4] = _mm256_permute2f128_ps(y[i], y[i + 4], 0x31);
-  }
-}
-
+typedef __m256i ivec;
+#define INTEL(name) _mm256_##name
+#define LOAD_HALVES(p) _mm_loadu_si128((const __m128i *)(p))
 #else
-/* Plain C: the reference for the other levels, and the code for ARM. */
 #define LANES 4
 #define COLUMN_VECTORS 4
 typedef float vec __attribute__((vector_size(16)));
 typedef int32_t ivec __attribute__((vector_size(16)));
-typedef uint32_t uvec __attribute__((vector_size(16))); /* shifts and sums of bits may overflow */
+#endif
+typedef int32_t svec __attribute__((vector_size(4 * LANES)));
+typedef uint32_t uvec __attribute__((vector_size(4 * LANES))); /* sums of bits may overflow */
 
+#ifdef INTEL
+INLINE vec splat(float x) { return INTEL(set1_ps)(x); }
+INLINE vec load_f32(const float *p) { return INTEL(loadu_ps)(p); }
+INLINE void store_f32(float *p, vec x) { INTEL(storeu_ps)(p, x); }
+INLINE vec fma_(vec a, vec b, vec c) { return INTEL(fmadd_ps)(a, b, c); }
+INLINE vec max_(vec a, vec b) { return INTEL(max_ps)(a, b); }
+INLINE vec min_(vec a, vec b) { return INTEL(min_ps)(a, b); }
+INLINE vec load_bf16(const uint16_t *p) {
+  return (vec)((uvec)INTEL(cvtepu16_epi32)(LOAD_HALVES(p)) << 16);
+}
+#else /* plain C: the reference for the other levels, and the code for ARM */
 INLINE vec splat(float x) { return (vec){x, x, x, x}; }
 INLINE vec load_f32(const float *p) {
   vec x;
@@ -164,28 +69,71 @@ INLINE vec fma_(vec a, vec b, vec c) {
 INLINE vec select_(ivec mask, vec a, vec b) { return (vec)((mask & (ivec)a) | (~mask & (ivec)b)); }
 INLINE vec max_(vec a, vec b) { return select_(a > b, a, b); }
 INLINE vec min_(vec a, vec b) { return select_(a < b, a, b); }
-INLINE vec zero_below(vec test, vec bound, vec x) { return (vec)(~(test < bound) & (ivec)x); }
-INLINE vec scale_(vec x, vec shifted) { return (vec)((uvec)x + ((uvec)shifted << 23)); }
 INLINE vec load_bf16(const uint16_t *p) { return (vec)((uvec){p[0], p[1], p[2], p[3]} << 16); }
+#endif
+
+/* x with 0 where `test` is below `bound`. */
+INLINE vec zero_below(vec test, vec bound, vec x) {
+#if LANES == 16
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(test, bound, _CMP_NLT_UQ), x);
+#else
+  return (vec)(~(svec)(test < bound) & (svec)x);
+#endif
+}
+
+/* x times 2^n, n the whole number in the low 9 bits of `shifted`. */
+INLINE vec scale_(vec x, vec shifted) { return (vec)((uvec)x + ((uvec)shifted << 23)); }
+
+/* 2 LANES bfloat16 values in memory order, as even and odd ones. */
 INLINE void split_bf16(vec pairs, vec *even, vec *odd) {
   *even = (vec)((uvec)pairs << 16);
   *odd = (vec)((uvec)pairs & 0xffff0000u);
 }
+
 INLINE void store_bf16(uint16_t *p, vec x) {
-  for (int i = 0; i < LANES; i++) {
-    uint32_t bits;
-    float lane = x[i];
-    memcpy(&bits, &lane, sizeof bits);
-    p[i] = lane != lane ? 0x7fc0 : (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-  }
+  const uvec nan = (uvec)(x != x), bits = (uvec)x;
+  const uvec rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  const uvec halves = (nan & 0x7fc0) | (~nan & rounded);
+#if LANES == 16
+  _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16((ivec)halves));
+#elif LANES == 8
+  const ivec both = _mm256_packus_epi32((ivec)halves, (ivec)halves);
+  _mm_storeu_si128((__m128i *)p, _mm256_castsi256_si128(_mm256_permute4x64_epi64(both, 0x08)));
+#else
+  for (int i = 0; i < LANES; i++) p[i] = (uint16_t)halves[i];
+#endif
 }
+
+/* x[i][j] becomes x[j][i]. */
 INLINE void transpose(vec x[LANES]) {
+#ifdef INTEL
+  vec y[LANES];
+  for (int i = 0; i < LANES; i += 4) { /* 4 x 4 blocks within 128 bits */
+    vec a = INTEL(unpacklo_ps)(x[i], x[i + 1]), b = INTEL(unpackhi_ps)(x[i], x[i + 1]);
+    vec c = INTEL(unpacklo_ps)(x[i + 2], x[i + 3]), d = INTEL(unpackhi_ps)(x[i + 2], x[i + 3]);
+    y[i] = INTEL(shuffle_ps)(a, c, 0x44), y[i + 1] = INTEL(shuffle_ps)(a, c, 0xee);
+    y[i + 2] = INTEL(shuffle_ps)(b, d, 0x44), y[i + 3] = INTEL(shuffle_ps)(b, d, 0xee);
+  }
+  for (int i = 0; i < 4; i++) { /* then whole blocks */
+#if LANES == 16
+    vec a = _mm512_shuffle_f32x4(y[i], y[i + 4], 0x88);
+    vec b = _mm512_shuffle_f32x4(y[i], y[i + 4], 0xdd);
+    vec c = _mm512_shuffle_f32x4(y[i + 8], y[i + 12], 0x88);
+    vec d = _mm512_shuffle_f32x4(y[i + 8], y[i + 12], 0xdd);
+    x[i] = _mm512_shuffle_f32x4(a, c, 0x88), x[i + 8] = _mm512_shuffle_f32x4(a, c, 0xdd);
+    x[i + 4] = _mm512_shuffle_f32x4(b, d, 0x88), x[i + 12] = _mm512_shuffle_f32x4(b, d, 0xdd);
+#else
+    x[i] = _mm256_permute2f128_ps(y[i], y[i + 4], 0x20);
+    x[i + 4] = _mm256_permute2f128_ps(y[i], y[i + 4], 0x31);
+#endif
+  }
+#else
   float y[LANES][LANES];
   for (int i = 0; i < LANES; i++)
     for (int j = 0; j < LANES; j++) y[j][i] = x[i][j];
   memcpy(x, y, sizeof y);
-}
 #endif
+}
 
 /* Stores as bfloat16 what is 0 or normal. */
 INLINE void store_normal_bf16(uint16_t *p, vec x) {
@@ -201,10 +149,8 @@ typedef uint64_t wvec __attribute__((vector_size(4 * LANES)));
 
 /* Products of the low halves of words. */
 INLINE wvec multiply_low(wvec a, wvec b) {
-#if LANES == 16
-  return (wvec)_mm512_mul_epu32((__m512i)a, (__m512i)b);
-#elif LANES == 8
-  return (wvec)_mm256_mul_epu32((__m256i)a, (__m256i)b);
+#ifdef INTEL
+  return (wvec)INTEL(mul_epu32)((ivec)a, (ivec)b);
 #else
   return (a & 0xFFFFFFFFu) * (b & 0xFFFFFFFFu);
 #endif
@@ -321,6 +267,16 @@ INLINE void store_part(void *base, int64_t at, int64_t count, int bf16, vec x) {
   memcpy((char *)base + at * size, part, (size_t)(count * size));
 }
 
+/* Cases 1 to `most` of a switch by a number of rows. In a case it is a literal, so that loops over
+ * rows are unrolled and sums stay in registers; with a variable number they would be in memory. */
+#define CASES_TO(most, CASE) CASES_TO_(most, CASE)
+#define CASES_TO_(most, CASE) CASES_##most(CASE)
+#define CASES_3(CASE) CASE(1) CASE(2) CASE(3)
+#define CASES_4(CASE) CASES_3(CASE) CASE(4)
+#define CASES_6(CASE) CASES_4(CASE) CASE(5) CASE(6)
+#define CASES_10(CASE) CASES_6(CASE) CASE(7) CASE(8) CASE(9) CASE(10)
+#define CASES_12(CASE) CASES_10(CASE) CASE(11) CASE(12)
+
 /* Constants of exp_. AVX2 has too few registers for all of them in a loop, so they are loaded where
  * they are used; the compiler must not know that the pointer is constant, or it would copy them to
  * the stack before the loop. */
@@ -342,6 +298,12 @@ INLINE vec exp_(vec x) {
   for (int i = 4; i < 9; i++) p = fma_(p, r, splat(k[i]));
   p = fma_(p, r * r, r) + splat(1.0f);
   return zero_below(x, lowest, scale_(p, shifted));
+}
+
+INLINE float exp_one(float x) {
+  float lanes[LANES];
+  store_f32(lanes, exp_(splat(x)));
+  return lanes[0];
 }
 
 /* ln x of a normal x > 0, to about 1 ulp. With x = 2^n m, m in [sqrt(1/2), sqrt(2)), and

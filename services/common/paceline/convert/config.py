@@ -252,19 +252,14 @@ def _rotary_width(hf: Any) -> int:
 def rope_frequencies(
     hf: Any, layers: str = "full_attention", context: int | None = None
 ) -> tuple[Tensor, float]:
-    """Inverse frequencies of the rotary embedding after scaling, and the factor on cos and sin.
+    """Inverse frequencies of the rotary embedding after scaling, float32 ``[head_dim / 2]``, with 0
+    for dimensions that are not turned, and the factor on cos and sin, which is 1 except for YaRN
+    and "longrope".
 
     Frequencies of "longrope" depend on the length of a text in transformers. Here they must not:
-    those of long texts are used if the context is longer than the original one.
-
-    Args:
-        hf: A transformers config.
-        layers: A kind of layers, where the config has rotary embeddings by kind.
-        context: Maximum length of texts; None: that of the model.
-
-    Returns:
-        float32 ``[head_dim / 2]``, with 0 for dimensions that are not turned, and the factor, which
-        is 1 except for YaRN and "longrope".
+    those of long texts are used if the ``context``, the longest text (None: of the model), is
+    longer than the original one. ``layers`` is a kind of layers, where the config has rotary
+    embeddings by kind.
     """
     found = rope_parameters(hf, layers)
     kind, width = found.get("rope_type", "default"), _rotary_width(hf)

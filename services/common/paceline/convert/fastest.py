@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-from pathlib import Path
 from time import perf_counter
 
 import torch
@@ -11,7 +9,7 @@ import torch
 from paceline.convert.model_source import ModelSource
 from paceline.convert.pack import Packer
 from paceline.decoder.config import DecoderConfig, UnsupportedModelError
-from paceline.device import CPU
+from paceline.device import CPU, available_memory
 from paceline.kernels.linear import PackedMatrix, multiply
 
 BLOCKS = "gguf"  # the format of a file whose matrices are in blocks
@@ -34,7 +32,7 @@ def faster_weights(source: ModelSource, config: DecoderConfig, cores: int) -> st
     weights = config.layer_weights
     if config.weights != BLOCKS or config.experts or source.weight_bytes < _SMALL:
         return config.weights
-    if weights > 2 * source.weight_bytes or 2 * weights > _free_bytes():
+    if weights > 2 * source.weight_bytes or 2 * weights > available_memory():
         return config.weights
     layers = max(1, min(config.layers, _SAMPLE * config.layers // weights))
     formats = {"int8": source.config("int8"), config.weights: config}
@@ -72,12 +70,3 @@ def _pass(matrices: list[PackedMatrix], rows: int, cores: int) -> float:
     began = perf_counter()
     CPU.map(run, range(cores), cores)
     return perf_counter() - began
-
-
-def _free_bytes() -> int:
-    """Memory that is free without swapping; 0 where Linux does not say it. Unit: bytes."""
-    with suppress(OSError):
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) << 10
-    return 0

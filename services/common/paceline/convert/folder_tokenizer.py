@@ -51,16 +51,10 @@ class FolderTokenizer:
 def folder_tokenizer(
     folder: Path, special_tokens: Mapping[str, str], vocab_size: int | None
 ) -> FolderTokenizer | None:
-    """The tokenizer of a folder; None: it has no file of one. Kept between starts.
-
-    Args:
-        folder: The folder.
-        special_tokens: Texts of special tokens by name, such as "bos_token".
-        vocab_size: Token ids that the model has, to warn of others.
-
-    Raises ``UnsupportedModelError`` if a file is missing or damaged, or the tokenizer takes too
-    much time or memory.
-    """
+    """The tokenizer of a folder, kept between starts; None: it has no file of one.
+    ``special_tokens`` are texts by name, such as "bos_token"; it warns of token ids from
+    ``vocab_size`` on. Raises ``UnsupportedModelError`` if a file is missing or damaged, or the
+    tokenizer takes too much time or memory."""
     files = [folder / name for name in (_JSON, *_DESCRIPTIONS, *_VOCABULARIES)]
     there = [file for file in files if file.exists() or file.is_symlink()]
     if not there:

@@ -274,12 +274,9 @@ class _Location(ctypes.Structure):
 
 class _AllocationProp(ctypes.Structure):
     _fields_ = [
-        ("type", ctypes.c_int),
-        ("handle_types", ctypes.c_int),
-        ("location", _Location),
-        ("win32_handle", ctypes.c_void_p),
-        ("flags", ctypes.c_ubyte * 8),
-    ]
+        ("type", ctypes.c_int), ("handle_types", ctypes.c_int), ("location", _Location),
+        ("win32_handle", ctypes.c_void_p), ("flags", ctypes.c_ubyte * 8),
+    ]  # fmt: skip
 
 
 def _shareable(device: int) -> _AllocationProp:
@@ -299,20 +296,12 @@ class _DlTensor(ctypes.Structure):
     """DLManagedTensor, and the shape that it points to."""
 
     _fields_ = [
-        ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int32),
-        ("device_id", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
-        ("byte_offset", ctypes.c_uint64),
-        ("manager_ctx", ctypes.c_void_p),
-        ("deleter", ctypes.c_void_p),
-        ("size", ctypes.c_int64),
-    ]
+        ("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32), ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16), ("shape", ctypes.c_void_p), ("strides", ctypes.c_void_p),
+        ("byte_offset", ctypes.c_uint64), ("manager_ctx", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p), ("size", ctypes.c_int64),
+    ]  # fmt: skip
 
 
 def _dl_capsule(device_type: int, device: int, address: int, byte_size: int) -> object:

@@ -144,12 +144,9 @@ def describe_device(device: torch.device) -> str:
     multiprocessors, and versions of libraries."""
     found = torch.cuda.get_device_properties(device)
     parts = [
-        f"sm_{found.major}{found.minor}",
-        f"{found.multi_processor_count} multiprocessors",
-        f"torch {torch.__version__}",
-        f"CUDA {torch.version.cuda}",
-        f"cuBLAS {_cublas_version()}",
-    ]
+        f"sm_{found.major}{found.minor}", f"{found.multi_processor_count} multiprocessors",
+        f"torch {torch.__version__}", f"CUDA {torch.version.cuda}", f"cuBLAS {_cublas_version()}",
+    ]  # fmt: skip
     with suppress(PackageNotFoundError):
         parts.append(f"Triton {version('triton')}")
     return ", ".join(parts)

@@ -96,20 +96,12 @@ def record_layer(
     window: int | None,
     rope: int = 0,
 ) -> int:
-    """Record a layer.
+    """Record a layer; returns what is to be added to ``x``, the residual stream, which includes
+    what was before the layer.
 
-    Args:
-        config: The model.
-        program: The program.
-        layer: The layer.
-        x: The residual stream, which includes what was before the layer.
-        inputs: What :func:`record_entry` returned for the layer's first norm.
-        cache: Number of its keys and values in caches, or of its recurrent states.
-        window: Positions that its attention reads; None: all.
-        rope: Its rotary table.
-
-    Returns:
-        What is to be added to ``x``.
+    ``inputs`` is what :func:`record_entry` returned for its first norm, ``cache`` the number of its
+    keys and values in caches or of its recurrent states, ``window`` how many positions its
+    attention reads (None: all), and ``rope`` its rotary table.
     """
     _, after, before_mlp, after_mlp = layer.norms
 
@@ -189,16 +181,9 @@ def build_layer(config: DecoderConfig, parts: Mapping[str, Part]) -> DecoderLaye
         opening = linear("shared.gate") if "shared.gate" in parts else None
         shared = linear("shared.gate_up"), linear("shared.down"), opening
     return DecoderLayer(
-        norms=tuple(norm(f"norms.{at}") for at in range(4)),
-        qkv=linear("qkv"),
-        delta=delta,
+        norms=tuple(norm(f"norms.{at}") for at in range(4)), qkv=linear("qkv"), delta=delta,
         head_norms=None if q_norm is None or k_norm is None else (q_norm, k_norm),
-        q_factors=tensor("q_factors"),
-        sinks=tensor("sinks"),
-        out=linear("out"),
-        router=linear("router") if "router" in parts else None,
-        choice=tensor("choice"),
-        shared=shared,
-        gate_up=feed_forward("gate_up"),
-        down=feed_forward("down"),
-    )
+        q_factors=tensor("q_factors"), sinks=tensor("sinks"), out=linear("out"),
+        router=linear("router") if "router" in parts else None, choice=tensor("choice"),
+        shared=shared, gate_up=feed_forward("gate_up"), down=feed_forward("down"),
+    )  # fmt: skip

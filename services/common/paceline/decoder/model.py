@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Protocol, Self
 
 import torch
@@ -155,19 +156,11 @@ class Decoder:
     def matrices(self) -> list[object]:
         """The linear layers of all layers, and of the head; those of routed experts are one each,
         and layers without one have something else."""
-        inner = (
-            each
+        layers = [
+            (layer.qkv, layer.out, layer.router, layer.gate_up, layer.down, *(layer.shared or ()))
             for layer in self._layers
-            for each in (
-                layer.qkv,
-                layer.out,
-                layer.router,
-                layer.gate_up,
-                layer.down,
-                *(layer.shared or ()),
-            )
-        )
-        return [*inner, self._head]
+        ]
+        return [*chain.from_iterable(layers), self._head]
 
     def linears(self) -> list[Linear]:
         """One linear layer of every shape, in the order of layers, and the LM head."""
@@ -251,34 +244,20 @@ def config_for(
 ) -> DecoderConfig:
     """The configuration of a model that runs on a device.
 
-    Args:
-        config: The model's own.
-        device: Where to run.
-        kv_cache_dtype: Type of its caches: float32, bfloat16, int8, or "auto" for that of hidden
-            states. Others than "auto" are supported on the CPU.
-        max_context: Maximum length of texts; None: that of the model.
-
-    Raises:
-        ValueError: ``kv_cache_dtype`` is none of these, or not supported on the device.
-        UnsupportedModelError: The device lacks what the model needs.
+    ``kv_cache_dtype`` is the type of its caches: float32, bfloat16, int8, or "auto" for that of
+    hidden states; others than "auto" are supported on the CPU. ``max_context`` is the longest text;
+    None: that of the model. Raises ``ValueError`` if there is no such type of caches on the device,
+    ``UnsupportedModelError`` if it lacks what the model needs.
     """
     device_of(device).check_model(config, kv_cache_dtype)
     return config.with_kv(kv_cache_dtype).with_context(max_context)
 
 
 def numerics_for(config: DecoderConfig, requested: str) -> str:
-    """Numerics of the CPU for a model.
-
-    Args:
-        config: The model.
-        requested: As :func:`paceline.kernels.choose_numerics` takes it. "auto" is "portable" for a
-            model of which the processor's own numerics would not change a bit.
-
-    Returns:
-        As :func:`paceline.kernels.choose_numerics` returns it.
-
-    Raises ``ValueError`` if the level in use does not have the requested numerics.
-    """
+    """Numerics of the CPU for a model, requested and returned as by
+    :func:`paceline.kernels.choose_numerics`. "auto" is "portable" for a model of which the
+    processor's own numerics would not change a bit. Raises ``ValueError`` if the level in use does
+    not have the requested ones."""
     halves = config.kv_dtype == torch.bfloat16
     multiplied = {"amx": halves or config.weights == "bfloat16", "avx512_bf16": halves}
     return choose_numerics(requested, [name for name, does in multiplied.items() if does])

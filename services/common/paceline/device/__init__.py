@@ -191,17 +191,10 @@ def device_of(place: pytorch.device | str) -> Device:
 
 
 def find_device(name: str, *, preferred: int = 0) -> Device:
-    """The device of a name, with its number.
-
-    Args:
-        name: auto, cpu, cuda or cuda:N. auto is a GPU if PyTorch finds one, otherwise the CPU; the
-            choice is logged.
-        preferred: Number of the GPU that auto takes if there are as many, and if it can read the
-            memory of the first one.
-
-    Raises ``ValueError`` if the name is unknown, there is no such device, or the driver is too
-    old for it.
-    """
+    """The device of a name, auto, cpu, cuda or cuda:N, with its number. auto is a GPU if PyTorch
+    finds one, otherwise the CPU, and the choice is logged; it takes the ``preferred`` GPU if there
+    are as many, and if that can read the memory of the first one. Raises ``ValueError`` if the name
+    is unknown, there is no such device, or the driver is too old for it."""
     if name == "cpu":
         return CPU
     if name == "auto" and not has_driver():

@@ -28,17 +28,9 @@ def read_text(path: Path) -> str:
 
 
 def decoded(content: bytes, name: str, encoding: str = "utf-8") -> str:
-    """Text that another program wrote. Line ends of Windows become "\\n".
-
-    Args:
-        content: Its bytes.
-        name: What it is, for the error: the path of a file.
-        encoding: Its encoding, unless it begins with a byte order mark. The mark, which is no part
-            of the text, names the encoding then.
-
-    Raises:
-        ValueError: The bytes are no text in this encoding.
-    """
+    """Text that another program wrote in an encoding, unless it begins with a byte order mark,
+    which is no part of the text and names the encoding then. Line ends of Windows become "\\n".
+    Raises ``ValueError``, with the name of the content: it is no text in this encoding."""
     encoding = next((each for mark, each in _MARKS if content.startswith(mark)), encoding)
     try:
         return content.decode(encoding).replace("\r\n", "\n")

@@ -21,14 +21,9 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE | re.ASCII)
 
 
 def option(default: Any, help: str, **argument: Any) -> Any:
-    """A field of a dataclass that is also a command-line argument.
-
-    Args:
-        default: Default of the field.
-        help: Description. The default is added to it, unless it is None or described there.
-        argument: More arguments of `ArgumentParser.add_argument`; `flag` is the name of the
-            argument, if it is not that of the field.
-    """
+    """A field of a dataclass that is also a command-line argument. The default is added to its
+    description, ``help``, unless it is None or described there; ``argument`` are more arguments of
+    `ArgumentParser.add_argument`, and `flag` the name, if it is not that of the field."""
     return field(default=default, metadata={"help": help, **argument})
 
 

@@ -118,14 +118,9 @@ class RecycleSource:
         tree: TokenTree,
         candidates: Sequence[tuple[Sequence[int], Sequence[float]]],
     ) -> None:
-        """Take the tokens of a step, and what the target found likely at each of its rows.
-
-        Args:
-            tokens: The tokens that were emitted.
-            tree: The nodes that were verified.
-            candidates: For the anchor and each node the likeliest tokens after it and their
-                probabilities, best first.
-        """
+        """Take the tokens that a step emitted, the tree that was verified, and what the target
+        found likely at its rows: for the anchor and each node the likeliest tokens after it and
+        their probabilities, best first."""
         known, context = self._known, self._context
         for place, token in enumerate(tokens):
             length, found, chances = self._ranked(context, place)

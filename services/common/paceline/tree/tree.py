@@ -69,15 +69,9 @@ class TokenTree:
 
     @classmethod
     def from_proto(cls, message: tree_pb2.TokenTree, max_nodes: int | None = None) -> TokenTree:
-        """Read a message. Call :meth:`check` on a tree from another process.
-
-        Args:
-            message: The message; confidences and probabilities are float32 in it.
-            max_nodes: Maximum number of nodes to accept; None: any number.
-
-        Raises:
-            TreeError: The tree has more nodes, or a distribution is malformed.
-        """
+        """Read a message, whose confidences and probabilities are float32. Call :meth:`check` on a
+        tree from another process. Raises ``TreeError``: the tree has more than ``max_nodes`` nodes
+        (None: any number), or a distribution is malformed."""
         nodes = len(message.tokens)
         if max_nodes is not None and nodes > max_nodes:
             raise TreeError(
@@ -224,17 +218,13 @@ class TokenTree:
             _check_tokens(f"the distribution of node {node}", proposal.tokens.tolist(), vocab_size)
 
     def check_samples(self, seed: int, position: int) -> None:
-        """Check that the tree is a chain of samples, which rejection sampling needs to be exact.
+        """Check that the tree is a chain of samples, which rejection sampling needs to be exact, by
+        the seed of the generation and the absolute position of the first node.
 
         Each token must be the one that its distribution and the noise of its position give. A tree
         without distributions passes: any token is a sample of the distribution that is certain.
-
-        Args:
-            seed: Seed of the generation.
-            position: Absolute position of the first node.
-
-        Raises:
-            TreeError: The tree is not a chain, or a token is not the sample of its distribution.
+        Raises ``TreeError``: the tree is not a chain, or a token is not the sample of its
+        distribution.
         """
         if not self.is_chain:
             raise _bad_tree("with REJECTION a tree must be a chain; draft one token a level")

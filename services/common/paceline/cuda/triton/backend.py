@@ -175,16 +175,9 @@ class Launch:
         lse: Tensor | None,
         sinks: Tensor | None,
     ) -> None:
-        """Run both kernels, for parts of the work one after the other.
-
-        Args:
-            q: ``[M, Hq, D]``.
-            probed: Rows whose scores are recorded.
-            scale: Factor on the scores.
-            out: ``[M, Hq, D]``.
-            lse: float32 ``[M, Hq]`` or None.
-            sinks: float32 ``[Hq]`` or None.
-        """
+        """Run both kernels over queries ``[M, Hq, D]``, for parts of the work one after the other.
+        Writes ``out`` ``[M, Hq, D]``, ``lse``, float32 ``[M, Hq]`` or None, and the scores that
+        ``probed`` names; ``sinks`` are float32 ``[Hq]`` or None."""
         caches, rows, work = self.caches, self.rows, self.work
         kv_heads, dim, count = caches.kv_heads, caches.dim, work.part_rows
         shape, options = attend_shape(
@@ -229,16 +222,9 @@ class Launch:
 def attend_shape(
     tiling: Tiling, dim: int, page_size: int, probes: int, *, tree: bool, device: torch.device
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Constants and launch options of the first kernel.
-
-    Args:
-        tiling: Sizes of tiles.
-        dim: Elements a head.
-        page_size: Slots a page; 0: contiguous caches.
-        probes: Rows of a block whose scores are recorded.
-        tree: Whether only the device knows the paths.
-        device: For its shared memory.
-    """
+    """Constants and launch options of the first kernel, for heads of ``dim`` elements, pages of
+    ``page_size`` slots (0: contiguous caches), and so many recorded rows of a block. ``tree``: only
+    the device knows the paths."""
     wide = max(16, triton.next_power_of_2(dim))
     # Loads of page numbers need two stages. With recorded scores, one stage less leaves shared
     # memory for two programs on a multiprocessor. Stages change no bit.
@@ -278,7 +264,6 @@ class TritonRows:
     def add_norm(
         self, x: Tensor, delta: Tensor | IntSums | None, norm: Norm, dtype: torch.dtype
     ) -> Tensor:
-        """See :class:`paceline.kernels.rows.RowKernels`."""
         out = torch.empty_like(x, dtype=dtype)
         block = triton.next_power_of_2(x.shape[1])
         source, scales, options = _read(x if delta is None else delta)
@@ -290,7 +275,6 @@ class TritonRows:
         return out
 
     def gate(self, gate_up: Tensor | IntSums) -> Tensor:
-        """See :class:`paceline.kernels.rows.RowKernels`."""
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         source, scales, options = _read(gate_up)
         out = torch.empty(rows, width, dtype=gate_up.dtype, device=source.device)
@@ -307,7 +291,6 @@ class TritonRows:
         keys: Sequence[Plane],
         values: Sequence[Plane],
     ) -> Tensor:
-        """See :class:`paceline.kernels.rows.RowKernels`."""
         caches = Caches.of(keys, values, plan)
         rows = PlanTables.of(plan).rows_of(plan, caches.sequences)
         dim = caches.dim

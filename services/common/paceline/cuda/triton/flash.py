@@ -60,7 +60,6 @@ class FlashAttention2(TritonKernels):
         self._batch: _Batch | None = None
 
     def attend(self, call: AttentionCall) -> None:
-        """See :class:`paceline.kernels.DeviceKernels`."""
         if not self._can(call):
             super().attend(call)
             return
@@ -68,15 +67,10 @@ class FlashAttention2(TritonKernels):
         if batch is None or batch.plan is not call.plan or batch.sequences != caches.sequences:
             batch = self._batch = _Batch(call.plan, caches)  # once for all layers
         found, lse = self._run(
-            call.q.to(caches.keys.dtype)[batch.rows],
-            caches.keys.transpose(1, 2),
-            caches.values.transpose(1, 2),
-            cache_seqlens=batch.lengths,
-            block_table=batch.tables,
-            softmax_scale=call.scale,
-            causal=True,
-            return_softmax_lse=True,
-        )
+            call.q.to(caches.keys.dtype)[batch.rows], caches.keys.transpose(1, 2),
+            caches.values.transpose(1, 2), cache_seqlens=batch.lengths, block_table=batch.tables,
+            softmax_scale=call.scale, causal=True, return_softmax_lse=True,
+        )  # fmt: skip
         call.out.copy_(found[batch.places])
         if call.lse is not None:
             call.lse.copy_(lse.transpose(1, 2)[batch.places])

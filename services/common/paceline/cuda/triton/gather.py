@@ -19,13 +19,8 @@ _BLOCK, _SLOTS = 1024, 64
 
 
 def gather_states(source: Tensor, places: Tensor, out: Tensor) -> None:
-    """Copies rows of hidden states; those whose place is :data:`NO_PLACE` stay as they are.
-
-    Args:
-        source: What places are relative to, of the states' type.
-        places: int64 ``[R, layers]``.
-        out: ``[R, layers * hidden]``, dense.
-    """
+    """Copies rows of hidden states to ``[R, layers * hidden]``, dense, by places in ``source``,
+    int64 ``[R, layers]``; rows whose place is :data:`NO_PLACE` stay as they are."""
     rows = places.numel()
     width = out.numel() // rows
     gather_rows[(rows, triton.cdiv(width, _BLOCK))](
@@ -34,14 +29,10 @@ def gather_states(source: Tensor, places: Tensor, out: Tensor) -> None:
 
 
 def gather_kv(source: Tensor, records: Tensor, pages: Tensor, out: Tensor) -> None:
-    """Copies selected keys and values.
+    """Copies selected keys and values to ``[S, 2, Hkv, slots, D]``, dense.
 
-    Args:
-        source: What places are relative to, of their type.
-        records: int64 ``[S, 5]``, see
-            :func:`~paceline.cuda.triton.jit.gather.gather_pages`; zeros: none of a text.
-        pages: int32 ``[S, n]``.
-        out: ``[S, 2, Hkv, slots, D]``, dense.
+    ``records`` are int64 ``[S, 5]``, see :func:`~paceline.cuda.triton.jit.gather.gather_pages`
+    (zeros: none of a text), and ``pages`` int32 ``[S, n]``; their places are in ``source``.
     """
     texts, kinds, heads, slots, dim = out.shape
     gather_pages[(texts, triton.cdiv(slots, _SLOTS), kinds * heads)](

@@ -61,12 +61,8 @@ class WorkTables:
 
 
 def row_arrays(blocks: Sequence[QueryBlock], sequences: Sequence[int]) -> tuple[Ints, Ints]:
-    """The arrays of :class:`RowTables`, without masks.
-
-    Args:
-        blocks: The packed blocks.
-        sequences: Number of each sequence in the tables of blocks.
-    """
+    """The arrays of :class:`RowTables`, without masks, of packed blocks. ``sequences`` has the
+    number of each sequence in the tables of blocks."""
     if isinstance(blocks, EqualBlocks):
         first, count = blocks.first, len(blocks)
         table = np.empty((count, 4), np.int32)
@@ -95,15 +91,11 @@ def _equal_rows(count: int, depths: tuple[int, ...]) -> Ints:
 
 
 def path_words(ancestors: Tensor, starts: Tensor) -> Tensor:
-    """Bits of paths that only the device knows.
+    """Bits of the paths of S blocks, bool ``[S, N, N]``, rows dense, that only the device knows, by
+    the starts of the blocks, int32 ``[S]``.
 
-    Args:
-        ancestors: Of S blocks, bool ``[S, N, N]``, rows dense.
-        starts: Their starts, int32 ``[S]``.
-
-    Returns:
-        int32 ``[S N, MASK_WORDS]``: bit n of a row is set if it attends to slot n after the last
-        multiple of ``MASK_ALIGN`` at or before the start of its block, a node of it.
+    Returns int32 ``[S N, MASK_WORDS]``: bit n of a row is set if it attends to slot n after the
+    last multiple of ``MASK_ALIGN`` at or before the start of its block, a node of it.
     """
     count, nodes, _ = ancestors.shape
     words = torch.empty(count * nodes, MASK_WORDS, dtype=torch.int32, device=ancestors.device)
@@ -215,31 +207,21 @@ class FixedTables(PlanTables):
         places: Mapping[int, Places],
         probes: ProbeTable | None = None,
     ) -> None:
-        """Take the tables of a pass.
-
-        Args:
-            rows: Rows and blocks.
-            work: Work items by tiling.
-            places: Places of contiguous caches, by the address of what they are relative to.
-            probes: What is recorded.
-        """
+        """Take the tables of a pass: rows and blocks, work items by tiling, places of contiguous
+        caches by the address of what they are relative to, and what is recorded."""
         super().__init__()
         self._rows, self._work, self._places, self._probes = rows, work, places, probes
 
     def rows_of(self, plan: TreePlan, sequences: tuple[int, ...]) -> RowTables:
-        """See :class:`PlanTables`."""
         return self._rows
 
     def work_of(self, plan: TreePlan, tiling: Tiling, row_bytes: int) -> WorkTables:
-        """See :class:`PlanTables`."""
         return self._work[tiling]
 
     def captured_places(self, base: Tensor) -> Places | None:
-        """See :class:`PlanTables`."""
         return self._places.get(base.data_ptr())
 
     def probes_of_graph(self) -> ProbeTable:
-        """See :class:`PlanTables`."""
         return self._probes or super().probes_of_graph()
 
 
@@ -306,12 +288,10 @@ class TableShape:
         ]
         for room in map(self.room, self.tilings):
             found += [
-                (torch.int32, (1, 4)),
-                (torch.int32, (room.items,)),
-                (torch.int32, (room.tiles, TILE_FIELDS.value)),
-                (torch.int32, (self.rows, 4)),
+                (torch.int32, (1, 4)), (torch.int32, (room.items,)),
+                (torch.int32, (room.tiles, TILE_FIELDS.value)), (torch.int32, (self.rows, 4)),
                 (torch.uint8, (room.steps,)),
-            ]
+            ]  # fmt: skip
         return found
 
 
@@ -339,13 +319,8 @@ class PassTables:
         places: Mapping[int, Places] | None = None,
         probes: ProbeTable | None = None,
     ) -> TreePlan:
-        """The plan. It has no blocks: kernels read its tables.
-
-        Args:
-            ancestors: Paths that only the device knows, bool ``[S, N, N]``.
-            places: Of contiguous caches, see :class:`FixedTables`.
-            probes: What is recorded.
-        """
+        """The plan, with paths that only the device knows, bool ``[S, N, N]``, and tables as of
+        :class:`FixedTables`. It has no blocks: kernels read its tables."""
         rows = self._rows
         if ancestors is not None:
             words = path_words(ancestors, rows.blocks[: len(ancestors), 1])
@@ -361,12 +336,11 @@ class PassTables:
         sequences: Sequence[int],
         positions: Sequence[int] | NDArray[np.int64] | None = None,
     ) -> bool:
-        """Write a batch to the host's tables; returns whether there is room for its work.
+        """Write a batch, possibly empty, to the host's tables; returns whether there is room for
+        its work.
 
-        Args:
-            blocks: Its blocks; none: an empty batch.
-            sequences: Row of the page tables of each sequence, or its number.
-            positions: Absolute position of each row; None: slots are positions.
+        ``sequences`` has the row of the page tables of each sequence, or its number, ``positions``
+        the absolute position of each row; None: slots are positions.
         """
         place, rows, table, *tables = self._host
         rows[:, 0] = -1
@@ -460,15 +434,9 @@ class GraphPlan:
         table_rows: Sequence[int],
         probed: Sequence[ProbedBlock] = (),
     ) -> bool:
-        """Write another batch, possibly empty, to the tables; returns whether there is room for
-        its work: not for very many chunks of keys.
-
-        Args:
-            tokens: Packed tokens, at most ``rows``.
-            blocks: Their blocks.
-            table_rows: Row of the page tables of each sequence.
-            probed: Blocks whose scores are recorded, each once.
-        """
+        """Write another batch, possibly empty, to the tables: at most ``rows`` packed tokens, their
+        blocks, the rows of the page tables of all sequences, and blocks whose scores are recorded,
+        each once. Returns whether there is room for its work: not for very many chunks of keys."""
         if not self.prepare(blocks, table_rows):
             return False
         self._staging.wait()

@@ -74,16 +74,9 @@ class Tiling:
 
     @classmethod
     def of(cls, group: int, keys: Tensor, window: int | None) -> Tiling:
-        """The tiling for some keys: one for all numbers of rows, by type, width and kind of GPU.
-
-        Args:
-            group: Query heads per kv head.
-            keys: Keys ``[..., kv heads, slots, D]``.
-            window: Sliding window in tokens, or None.
-
-        Raises:
-            ValueError: Heads are wider than ``MAX_GPU_WIDTH``.
-        """
+        """The tiling for keys ``[..., kv heads, slots, D]`` and ``group`` query heads per kv head:
+        one for all numbers of rows, by type, width and kind of GPU. Raises ``ValueError``: heads
+        are wider than ``MAX_GPU_WIDTH``."""
         if keys.shape[-1] > MAX_GPU_WIDTH:
             raise ValueError(
                 f"heads have {keys.shape[-1]} elements, expected at most {MAX_GPU_WIDTH} on a GPU: "
@@ -140,16 +133,9 @@ class Room(NamedTuple):
     def for_rows(
         cls, rows: int, blocks: int, tiling: Tiling, longest: int, part_row_bytes: int
     ) -> Room:
-        """Room for any batch of at most ``rows`` rows and ``blocks`` blocks, up to ``MAX_ITEMS``
-        work items and ``PART_BYTES`` of partial results.
-
-        Args:
-            rows: Packed rows.
-            blocks: Their blocks.
-            tiling: Tiles.
-            longest: Largest position.
-            part_row_bytes: Size of a partial result of all kv heads.
-        """
+        """Room for any batch of at most ``rows`` rows and ``blocks`` blocks with positions up to
+        ``longest``, up to ``MAX_ITEMS`` work items and ``PART_BYTES`` of partial results, each of
+        all kv heads and ``part_row_bytes``."""
         chunks = chunk_of(longest) + 1
         slices = -(-tiling.group // tiling.used)
         dense = min(rows * slices, blocks + rows * tiling.group // tiling.used)
