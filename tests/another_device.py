@@ -7,7 +7,6 @@ Importing this changes what devices PyTorch knows in this process, for good.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,10 +22,7 @@ from paceline.device import DEVICES, Device
 _setup_privateuseone_for_python_backend("other")
 
 DEVICE = torch.device("other", 0)
-# Copies so far to "device" and to "host", and "waits": those and others that wait for a GPU.
-TRANSFERS: Counter[str] = Counter()
 _COPIES = {"aten::to", "aten::_to_copy", "aten::copy_"}
-_WAITING = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2"}
 _ANSWERS = {
     "aten::_fused_sdp_choice": 0,  # plain: others are called by a device's own names
     "aten::_has_compatible_shallow_copy_type": False,
@@ -73,7 +69,6 @@ class OnDevice(Tensor):
         return _run(func, args, kwargs or {})
 
     def tolist(self) -> Any:
-        TRANSFERS["waits"] += 1
         return self.inner.tolist()
 
 
@@ -96,11 +91,6 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     there = wanted[0].type == "other" if wanted else bool(ours)
     if name == "aten::copy_":
         there = isinstance(args[0], OnDevice)
-    if copies and there != bool(ours if name != "aten::copy_" else isinstance(args[1], OnDevice)):
-        TRANSFERS["device" if there else "host"] += 1
-        TRANSFERS["waits"] += not _argument(func, args, kwargs, "non_blocking")
-    elif ours and (name in _WAITING or (name == "aten::index" and _masked(args[1]))):
-        TRANSFERS["waits"] += 1
     own = {id(each.inner): each for each in ours}
 
     def outer(each: Any) -> Any:
@@ -113,17 +103,6 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         if copies and there != bool(ours) and name != "aten::copy_":
             out = out.clone()
         return tree_map(outer, out)
-
-
-def _argument(func: Any, args: Any, kwargs: Any, name: str) -> Any:
-    """Argument of an operation; None if it is left out."""
-    at = [argument.name for argument in func._schema.arguments]
-    given = dict(zip(at, args, strict=False)) | kwargs
-    return given.get(name)
-
-
-def _masked(indices: Any) -> bool:
-    return any(each is not None and each.dtype is torch.bool for each in indices)
 
 
 def _inner(each: Any) -> Any:

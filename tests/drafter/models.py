@@ -602,3 +602,8 @@ class DenseMtp(DenseFeedback):
     def fused(self, states: Tensor) -> Tensor:
         norm = Checkpoint(self.target, torch.float32)["model.norm.weight"]
         return torch.nn.functional.rms_norm(states, norm.shape, norm, self.config.norm_eps)
+
+
+DENSE = {
+    "longspec": DenseLongSpec, "dspark": DenseDSpark, "eagle3": DenseEagle3, "mtp": DenseMtp
+}  # fmt: skip

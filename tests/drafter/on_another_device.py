@@ -12,15 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from paceline.bench.reference import ReferenceKernels
 from paceline.convert import load_decoder
 from paceline.decoder import Decoder
 from paceline.device import device_of
-from paceline.drafter.growth import ranking
-from paceline.drafter.growth.ranking import Ranker
 from paceline.drafter.kv.reader import StateReader
 from paceline.drafter.methods import method_class
 from paceline.drafter.methods.base import (
@@ -33,17 +30,12 @@ from paceline.drafter.methods.base import (
 )
 from paceline.drafter.methods.dspark.config import DSparkConfig
 from paceline.drafter.methods.dspark.heads import DSparkHeads
-from paceline.drafter.methods.layers import linear
-from paceline.drafter.methods.target_drafter import weight_bits
 from paceline.kernels import devices, send
-from paceline.kernels.quantised import quantise
-from paceline.kernels.rotated import RotatedMatrix
-from paceline.text import sampling_rules
 from paceline.tree import TokenTree
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from another_device import TRANSFERS, OnDevice, another_device
+from another_device import another_device
 
 from .models import (
     SAMPLINGS,
@@ -57,8 +49,6 @@ from .models import (
     write_model,
 )
 from .mtp_heads import write_target
-
-PERTURBED = ranking.perturbed_logits
 
 METHODS = {
     "lm": {"widths": "3,2", "min_survival": "0"},
@@ -188,7 +178,6 @@ def trees(drafter: Drafter, target: Decoder, sampling: str, kv_device: str) -> l
             if begin:
                 sequence.extend(Update(text[length + begin - 1 : length + begin]))
             sequence.warm(30)
-        TRANSFERS.clear()
         found += drafter.draft_many(list(zip(sequences, budgets, strict=True)))
     for sequence in sequences:
         sequence.close()
@@ -210,80 +199,6 @@ def test_trees_are_those_of_the_cpu(
             for tree, right in zip(found, expected, strict=True):
                 assert (tree.tokens, tree.parents) == (right.tokens, right.parents)
                 assert tree.confidences == pytest.approx(right.confidences, rel=1e-4)
-
-
-@pytest.mark.parametrize("sampling", ["greedy", "T=1", "filtered"])
-@pytest.mark.parametrize("name", [name for name in METHODS if name[:2] in ("lo", "ds", "ea", "mt")])
-def test_the_host_waits_once_for_the_trees_of_all_texts(
-    name: str, sampling: str, folders: dict[str, Path], target: Decoder,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """Whatever their depth."""
-    monkeypatch.setattr(ranking, "perturbed_logits", perturbed_on_device)
-    with another_device():
-        trees(drafter_of(name, folders, "other:0"), target, sampling, "other:0")
-    assert (TRANSFERS["host"], TRANSFERS["waits"]) == (1, 1)
-
-
-def perturbed_on_device(logits: Tensor, params: Any, positions: Any, ids: Any) -> Tensor:
-    """As the GPU's kernels do it: tensors stay where they are."""
-    assert isinstance(logits, OnDevice)
-    inner = None if ids is None else ids.inner
-    return OnDevice(PERTURBED(logits.inner, params, positions, inner))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_in_8_bits_are_rounded_on_the_device(dtype: torch.dtype) -> None:
-    """Those of 16 bits over rotated inputs, others in blocks."""
-    weight, x = torch.randn(48, 64).to(dtype), torch.randn(3, 64).to(dtype)
-    rotated = dtype.itemsize == 2
-    right = (
-        RotatedMatrix.of(weight).multiply(x, None)
-        if rotated
-        else x @ quantise(weight, 8).dequantise().T
-    )
-    with another_device():
-        layer = linear([weight.to("other")], bits=8)
-        assert (layer.packed, layer.exact) == (None, rotated)
-        found = layer(x.to("other"))
-        assert isinstance(found, OnDevice)
-    torch.testing.assert_close(found.inner, right)
-
-
-@pytest.mark.parametrize(
-    ("weights", "device", "bits"),
-    [("auto", "cpu", 0), ("auto", "other:0", 0), ("int8", "other:0", 8), ("int4", "cpu", 4)],
-)
-def test_drafters_keep_their_type_unless_it_is_told(
-    weights: str, device: str, bits: int, folders: dict[str, Path]
-) -> None:
-    assert weight_bits(weights, folders["longspec"], device_of(device)) == bits
-
-
-@pytest.mark.parametrize("sampling", ["T=1", "filtered"])
-def test_candidates_are_selected_on_the_device(sampling: str) -> None:
-    """Those of the CPU if it adds noise to all tokens; no whole rows of logits are copied."""
-    params = sampling_rules(SAMPLINGS[sampling])
-    logits = torch.randn(3, 600)
-    drafted = torch.arange(600) * 2
-
-    def ranked(logits: Tensor) -> tuple[Tensor, Tensor]:
-        ranker = Ranker(
-            params, prompt=[1], output=[], vocab_size=1200, candidates=64, drafted=drafted,
-            drafted_on_device=drafted.to(logits.device),
-        )  # fmt: skip
-        return ranker.rank(logits, 7, 4)
-
-    right = ranked(logits)
-    with another_device():
-        there = logits.to("other")
-        found = ranked(there)
-        assert isinstance(there, OnDevice)
-        assert all(isinstance(each, OnDevice) for each in found)
-        with pytest.raises(AssertionError, match="both devices"):
-            there + logits
-    assert torch.equal(found[0].inner, right[0])
-    torch.testing.assert_close(found[1].inner, right[1])
 
 
 def test_shared_weights_need_the_cpu(folders: dict[str, Path]) -> None:

@@ -102,54 +102,6 @@ PUBLISHED = {
 }  # fmt: skip
 
 
-# Dimensions of published configurations, and shapes of the tensors that follow from them.
-REAL: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {
-    "SafeAILab/EAGLE, Llama-3.1-8B": (
-        {
-            "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
-            "num_key_value_heads": 8, "vocab_size": 128256, "draft_vocab_size": 32000,
-            "max_position_embeddings": 2048, "rms_norm_eps": 1e-05, "head_dim": None,
-        },
-        {
-            "fc": (4096, 12288), "layers.0.self_attn.q_proj": (4096, 8192),
-            "layers.0.self_attn.k_proj": (1024, 8192), "layers.0.mlp.down_proj": (4096, 14336),
-        },
-    ),
-    "SpecForge, Qwen3-4B": (
-        SPECFORGE | {
-            "hidden_size": 2560, "intermediate_size": 9728, "num_attention_heads": 32,
-            "num_key_value_heads": 8, "vocab_size": 151936, "draft_vocab_size": 32000,
-            "max_position_embeddings": 40960, "head_dim": 80, "rope_theta": 1000000,
-            "tie_word_embeddings": True, "max_window_layers": 36,
-        },
-        {"fc": (2560, 7680), "layers.0.self_attn.q_proj": (2560, 5120)},
-    ),
-    "SpecForge, Qwen3-30B-A3B, 3.1": (
-        SPECFORGE | {
-            "hidden_size": 2048, "intermediate_size": 12288, "num_attention_heads": 32,
-            "num_key_value_heads": 4, "vocab_size": 151936, "draft_vocab_size": 32000,
-            "max_position_embeddings": 2048, "head_dim": 128, "rope_theta": 1000000.0,
-            "fc_norm": True, "norm_output": True,
-        },
-        {
-            "fc": (2048, 6144), "fc_norm.2": (2048,), "layers.0.self_attn.q_proj": (4096, 4096),
-            "layers.0.self_attn.v_proj": (512, 4096), "layers.0.self_attn.o_proj": (2048, 4096),
-        },
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REAL)
-def test_real_configurations(name: str) -> None:
-    change, expected = REAL[name]
-    described = {key: value for key, value in (EAGLE | change).items() if value is not None}
-    config = Eagle3Config.from_json(published_shape(described, "eagle3", 32))
-    assert (config.taps, config.drafted) == ((1, 15, 28), 32000)
-    with torch.device("meta"):
-        tensors = Eagle3Model(config).state_dict()
-    assert {key: tuple(tensors[f"{key}.weight"].shape) for key in expected} == expected
-
-
 def test_a_target_of_another_width_is_refused(tmp_path: Path) -> None:
     """Even where embedding and head are the drafter's own."""
     whole = {"embed_tokens.weight": (V, D)}
@@ -157,6 +109,13 @@ def test_a_target_of_another_width_is_refused(tmp_path: Path) -> None:
     target = write_model(tmp_path / "target", vocab_size=V, num_hidden_layers=8)
     with pytest.raises(LoadError, match="is for a target with hidden 24"):
         load("eagle3", folder, target)
+
+
+def test_fields_that_are_left_out_are_those_of_the_target() -> None:
+    """As in the drafter of Llama-3.1-8B, which names neither the size of heads nor layers."""
+    described = {key: value for key, value in EAGLE.items() if key != "head_dim"}
+    shape = published_shape(described, "eagle3", 32)
+    assert (shape["head_dim"], shape["taps"]) == (D // 6, (1, 15, 28))
 
 
 @pytest.mark.parametrize("layout", PUBLISHED)

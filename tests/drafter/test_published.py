@@ -14,11 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from paceline.convert.drafters import published_shape
 from paceline.decoder import UnsupportedModelError
 from paceline.drafter.growth.native import NativeGrowth
 from paceline.drafter.methods.base import Budget
+from paceline.drafter.methods.checkpoint import load_weights, read_shape
 from paceline.drafter.methods.dspark import DSparkConfig
 from paceline.train.modules import DSparkModel
 
@@ -106,7 +108,7 @@ SELECTOR = {
 
 
 def dspark_config(described: dict[str, Any]) -> DSparkConfig:
-    return DSparkConfig.from_json(published_shape(described, "dspark"))
+    return DSparkConfig.from_json(published_shape(described, "dspark", 8))
 
 
 def shapes_of(config: DSparkConfig) -> dict[str, list[int]]:
@@ -165,7 +167,20 @@ SECOND = {
     **FLASH["dflash_config"], "conv_group_size": 8, "conv_kernel_size": 2, "selector_rank": 16,
     "selector_top_k": 9, "final_logit_softcapping": 20.0, "output_multiplier": 0.4, "block_size": 5,
 }  # fmt: skip
+FLASH2 = FLASH | ALL_SLIDING | {
+    "architectures": ["DFlash2DraftModel"], "is_causal": False, "dflash_config": SECOND,
+}  # fmt: skip
+SPECULATORS_DFLASH = {k: v for k, v in SPECULATORS.items() if k not in HEADS} | {
+    "speculators_model_type": "dflash", "sample_from_anchor": False, "projector_type": "dflash",
+    "block_size": 5,
+}  # fmt: skip
+DEEPSPEC = SMALL | HEADS | {
+    "architectures": ["Qwen3DSparkModel"], "num_anchors": 512, "target_layer_ids": [0, 4],
+    "block_size": 4, "mask_token_id": 3,
+}  # fmt: skip
 PUBLISHED: dict[str, dict[str, Any]] = {
+    "DeepSpec": DEEPSPEC,
+    "speculators, DFlash": SPECULATORS_DFLASH,
     "DFlash": FLASH,
     "DFlash, sliding layers are causal": FLASH | SLIDING,
     "DFlash, causal": FLASH | {"is_causal": True},
@@ -173,9 +188,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "DFlash, factors": FLASH | {
         "dflash_config": FLASH["dflash_config"] | {"input_embedding_scale": 2.5}
     },
-    "DFlash 2": FLASH | ALL_SLIDING | {
-        "architectures": ["DFlash2DraftModel"], "is_causal": False, "dflash_config": SECOND,
-    },
+    "DFlash 2": FLASH2,
     "SpecForge, reduced": FLASH | {
         "architectures": ["DSparkDraftModel"], "block_size": 4, "draft_vocab_size": 40,
         "dflash_config": FLASH["dflash_config"] | HEADS | {"projector_type": "dspark"},
@@ -230,28 +243,67 @@ def test_trees_equal_a_dense_beam_search(tmp_path: Path, name: str) -> None:
         (FLASH, {"dflash_config": SECOND | {"attention_mode": "mla"}}, "mla"),
         (FLASH, {"architectures": ["DSpineDraftModel"]}, "DSpine"),
         (FLASH, {"model_type": "llama"}, "llama"),
-        (
-            FLASH,
-            {
-                "architectures": ["DFlash2DraftModel"],
-                "dflash_config": SECOND | {"conv_group_size": 7},
-            },
-            "divide 32",
-        ),
+        (FLASH2, {"dflash_config": SECOND | {"conv_group_size": 7}}, "divide 32"),
         (SPECULATORS, {"sliding_window_non_causal": None}, "sliding_window_non_causal"),
         (SPECULATORS, {"speculators_model_type": "dflash2"}, "dflash2"),
+        (SPECULATORS, {"speculators_model_type": "eagle3"}, "eagle3"),
+        (SPECULATORS, {"sample_from_anchor": None}, "sample_from_anchor"),
+        (SPECULATORS, {"aux_hidden_state_layer_ids": [1, 8]}, "last layer"),
+        (SPECULATORS, {"aux_hidden_state_layer_ids": [0, 3]}, "embeddings"),
+        (SPECULATORS, {"aux_hidden_state_layer_ids": [3, 1]}, "strictly"),
+        (SPECULATORS, {"aux_hidden_state_layer_ids": [1, 10]}, "strictly"),
+        (SPECULATORS, {"aux_hidden_state_layer_ids": None}, "aux_hidden_state_layer_ids"),
+        (SPECULATORS, {"target_hidden_size": 99}, "target_hidden_size is 99"),
+        (SPECULATORS, {"mask_token_id": None}, "mask_token_id"),
+        (SPECULATORS, {"markov_head_type": "gated"}, "gated"),
+        (SPECULATORS_DFLASH, {"projector_type": "domino"}, "domino"),
+        (DEEPSPEC, {"architectures": ["Gemma4DSparkModel"]}, "Gemma4"),
+        (DEEPSPEC, {"attention_bias": True}, "attention_bias"),
+        (DEEPSPEC, {"target_layer_ids": [0, 7]}, "last layer"),
+        (DEEPSPEC, {"target_layer_ids": [-1, 2]}, "embeddings"),
+        (DEEPSPEC, {"num_target_layers": 6}, "6 layers"),
+        (DEEPSPEC, {"markov_rank": None}, "markov_rank"),
     ],
 )
-def test_what_is_not_supported_is_refused(
-    base: dict[str, Any], change: dict[str, Any], message: str
+def test_ambiguous_configurations_are_refused(
+    tmp_path: Path, base: dict[str, Any], change: dict[str, Any], message: str
 ) -> None:
     described = {key: value for key, value in (base | change).items() if value is not None}
     with pytest.raises(UnsupportedModelError, match=message):
-        dspark_config(described)
+        read_shape(DSparkConfig, write_folder(tmp_path, described, {}), 8)
 
 
-def test_impossible_parts_are_refused() -> None:
-    config = dspark_config(FLASH)
-    for change in ({"windows": (3,)}, {"causal": (True,) * 3}, {"conv": (0, 8)}):
-        with pytest.raises(UnsupportedModelError):
-            replace(config, **change)
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("markov_head.markov_w2.weight", None, "markov_w2"),
+        ("fc.weight", (32, 96), "fc.weight"),
+        ("markov_head.lag_gate_proj.weight", (3, 3), "lag_gate_proj"),
+    ],
+)
+def test_other_tensors_are_refused(
+    tmp_path: Path, name: str, shape: tuple[int, ...] | None, message: str
+) -> None:
+    weights = load_file(publish(tmp_path, DEEPSPEC) / "model.safetensors")
+    weights.pop(name, None)
+    if shape is not None:
+        weights[name] = torch.zeros(shape)
+    config, dtype = read_shape(DSparkConfig, write_folder(tmp_path, DEEPSPEC, weights))
+    with pytest.raises(UnsupportedModelError, match=message):
+        load_weights(tmp_path, config, dtype)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"windows": (3,)}, {"causal": (True,) * 3}, {"conv": (0, 8)}, {"block": 0},
+        {"mask_token": VOCAB}, {"taps": ()}, {"kv_heads": 3}, {"block": 1, "from_anchor": False},
+        {"markov_rank": 0}, {"confidence_temperatures": (1.0,)},
+        {"confidence_temperatures": (1.0, 1.0, 1.0, 0.0)},
+        {"confidence_temperatures": (1.0, 1.0, 1.0, float("nan"))},
+        {"confidence_temperatures": (1.0,) * 4, "confidence": False, "confidence_markov": False},
+    ],
+)  # fmt: skip
+def test_impossible_shapes_are_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedModelError):
+        replace(dspark_config(DEEPSPEC), **change)
