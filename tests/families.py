@@ -9,13 +9,18 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
-import transformers
 from decoder_cases import FAMILIES, extend, save_model
 from drafter import models
-from drafter.test_families import DRAFTERS, MAX_ERRORS, RECURRENT, TOKENS, accepted_tokens
+from drafter.test_families import (
+    DRAFTERS,
+    MAX_ERRORS,
+    RECURRENT,
+    TOKENS,
+    accepted_tokens,
+    written,
+)
 from gguf_files import write_gguf
 from rich.table import Table
 from test_gguf import NAMES as GGUF_NAMES
@@ -59,12 +64,7 @@ def gguf_error(name: str, folder: Path, tokens: list[int]) -> str:
 def row(name: str, folder: Path) -> list[str]:
     """The cells of a family; raises AssertionError where something differs."""
     save_model(folder, name, eos_token_id=None, vocab_size=models.VOCAB)
-    prompt = torch.tensor(models.text_of(70))
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    with torch.no_grad():
-        settings: dict[str, Any] = {"max_new_tokens": TOKENS, "do_sample": False}
-        expected = model.generate(prompt[None], **settings)[0].tolist()
-        logits = model(torch.tensor([expected])).logits[0]
+    kind, expected, logits = written(folder)
     decoder = load_decoder(folder)
     error = float((run(decoder, expected) - logits).abs().max() / logits.std())
     assert error < MAX_FLOAT_ERROR, f"{name}: float32 logits differ by {error}"
@@ -72,7 +72,7 @@ def row(name: str, folder: Path) -> list[str]:
     if FAMILIES[name][0] not in RECURRENT:
         counts = [accepted_tokens(decoder, folder, method, expected) for method in DRAFTERS]
         accepted = " / ".join(map(str, counts))
-    cells = [name, type(model).__name__, f"{error:.0e}", accepted]
+    cells = [name, kind, f"{error:.0e}", accepted]
     for weights, max_error in MAX_ERRORS.items():
         loaded = load_decoder(folder, weights)
         errors = (run(loaded, expected) - logits).std(-1) / logits.std(-1)

@@ -15,7 +15,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "kv"))
 
-from calls import until
 from stub_driver import NO_FILES, NO_HANDLES, StubDevice, StubDriver
 
 from paceline.cuda.memory import DriverError, close_unused
@@ -237,35 +236,6 @@ async def test_kv_and_states_on_a_gpu_are_mapped_or_followed(
             found = await opening
             assert found.transport == transport
             found.close()
-
-
-async def test_hidden_states_in_pages_are_followed(
-    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pool.cache.sequence.committed = COMMITTED
-    async with exchange(pool, tmp_path, monkeypatch, "cpu") as (drafter, address):
-        states = await drafter.open_states(address, pool.cache.read_grant, (2, 0), 0)
-        await until(lambda: states.committed == COMMITTED)
-        first, rows = states.read(0, COMMITTED)
-        assert first == 0
-        assert torch.equal(rows, torch.cat([pool.states[2], pool.states[0]], dim=1)[:COMMITTED])
-        states.close()
-
-
-async def test_a_sparse_view_of_pages(
-    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pool.cache.sequence.committed = COMMITTED - 10
-    pool.kv.publish(COMMITTED)  # newer than the selection
-    async with exchange(pool, tmp_path, monkeypatch, "cuda:0") as (drafter, address):
-        options = KvOptions(kv="map", kv_policy="verified")
-        view = await drafter.open(address, pool.cache.read_grant, (-1,), options, 40)
-        await until(lambda: view.refresh(COMMITTED, 40) == COMMITTED and view.updates == 1)
-        positions = torch.tensor([*range(4), *range(254, 290)])
-        for part, where in zip(view.parts(-1), (positions, torch.arange(290, 300)), strict=True):
-            for plane, expected in zip(part, pool.kv.gather(2, where), strict=True):
-                assert torch.equal(plane, expected)
-        view.close()
 
 
 @asynccontextmanager

@@ -117,8 +117,10 @@ async def test_budgets_are_kept(ngram: Drafting) -> None:
 
 async def test_a_round_after_its_deadline_gets_an_empty_tree(fake: Drafting) -> None:
     text = await fake.open([1])
-    await text.round([2])
+    await text.round([2], committed_length=1)
     sequence = sequences()[0]
+    assert sequence.updates[0].committed_length == 1
+    assert sequence.threads == {"drafter"}
     sequence.stuck = True
     assert not (await text.round([4], timeout_us=20_000)).tree.tokens
     assert sequence.text == [1, 2, 4]
@@ -126,24 +128,13 @@ async def test_a_round_after_its_deadline_gets_an_empty_tree(fake: Drafting) -> 
     assert list((await text.round([5], timeout_us=60_000_000)).tree.tokens) == [5]
 
 
-async def test_a_method_runs_on_the_drafting_thread(fake: Drafting) -> None:
-    text = await fake.open(list(range(300)))
-    await text.round([3], committed_length=2)
-    await text.end()
-    await until_closed(1)
-    (sequence,) = sequences()
-    assert sequence.threads == {"drafter"}
-    (update,) = sequence.updates
-    assert (update.tokens, update.committed_length) == ((3,), 2)
-
-
 def sampling(**fields: Any) -> dict[str, Any]:
     return {"sampling": sampling_pb2.SamplingParams(**fields)}
 
 
-@pytest.mark.parametrize(
-    ("tokens", "fields", "reason"),
-    [
+async def test_what_cannot_be_drafted_for_is_refused() -> None:
+    """Others go on. The fake verifier shares nothing."""
+    cases: tuple[tuple[Sequence[int], dict[str, Any], str], ...] = (
         ([], {}, "EMPTY_TEXT"),
         ([1, VOCAB], {}, "TOKEN_OUT_OF_VOCABULARY"),
         ([1] * 5001, {}, "TEXT_TOO_LONG"),
@@ -156,19 +147,15 @@ def sampling(**fields: Any) -> dict[str, Any]:
         ([1, 2], {"drafter": "states"}, "HIDDEN_STATES_NOT_SHARED"),
         ([1, 2], {"drafter": "kv"}, "KV_NOT_SHARED"),
         ([1, 2], {"drafter": "kv", "read_grant": bytes(16)}, "KV_NOT_SHARED"),
-    ],
-)
-async def test_what_cannot_be_drafted_for_is_refused(
-    tokens: Sequence[int], fields: dict[str, Any], reason: str
-) -> None:
-    """Others go on. The fake verifier shares nothing."""
+    )
     specs = ("ngram", "kv=fake,kv=0", "states=fake,hidden=yes")
     async with drafting(*specs, max_context=5000) as service:
-        other = await service.open([5, 6, 7, 8, 5, 6, 7])
-        with pytest.raises(Refused) as error:
-            await service.open(tokens, **fields)
-        assert error.value.reason == reason
-        assert list((await other.round()).tree.tokens)[:2] == [8, 5]
+        for tokens, fields, reason in cases:
+            other = await service.open([5, 6, 7, 8, 5, 6, 7])
+            with pytest.raises(Refused) as error:
+                await service.open(tokens, **fields)
+            assert error.value.reason == reason
+            assert list((await other.round()).tree.tokens)[:2] == [8, 5]
 
 
 @pytest.mark.parametrize(
@@ -205,29 +192,26 @@ async def test_with_the_same_tokenizer_the_smaller_vocabulary_is_the_limit() -> 
             await text.round([10])
 
 
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        ({"new_tokens": [VOCAB]}, "TOKEN_OUT_OF_VOCABULARY"),
-        ({"new_tokens": [2**32 - 1]}, "TOKEN_OUT_OF_VOCABULARY"),
-        ({"total_length": 3}, "OUT_OF_STEP"),
-        ({"total_length": 0}, "OUT_OF_STEP"),
-        ({"new_tokens": [1] * 30, "total_length": 32}, "TEXT_TOO_LONG"),
-    ],
-)
-async def test_an_invalid_round_ends_only_its_sequence(fields: dict[str, Any], reason: str) -> None:
+async def test_an_invalid_round_ends_only_its_sequence() -> None:
     FakeDrafter.loaded.clear()
     async with drafting("x=fake", max_context=30) as service:
-        other, text = await service.open([1, 2]), await service.open([1, 2])
-        length = 2 + len(fields.get("new_tokens", ()))
-        with pytest.raises(Refused) as error:
-            await text.round((), **{"total_length": length, **fields})
-        assert error.value.reason == reason
-        assert list((await other.round([7])).tree.tokens) == [7]
-        await service.peer.send(exchange_pb2.JoinResponse(rounds=[text.request()]))
-        again = await service.open([1, 2])
-        assert list((await again.round([8])).tree.tokens) == [8]
-    await until_closed(3)
+        other = await service.open([1, 2])
+        for new, length, reason in (
+            ([VOCAB], 3, "TOKEN_OUT_OF_VOCABULARY"),
+            ([2**32 - 1], 3, "TOKEN_OUT_OF_VOCABULARY"),
+            ([], 3, "OUT_OF_STEP"),
+            ([], 0, "OUT_OF_STEP"),
+            ([1] * 30, 32, "TEXT_TOO_LONG"),
+        ):
+            text = await service.open([1, 2])
+            with pytest.raises(Refused) as error:
+                await text.round(new, total_length=length)
+            assert error.value.reason == reason
+            assert list((await other.round([7])).tree.tokens) == [7]
+            await service.peer.send(exchange_pb2.JoinResponse(rounds=[text.request()]))
+            again = await service.open([1, 2])
+            assert list((await again.round([8])).tree.tokens) == [8]
+    await until_closed(11)
 
 
 @pytest.mark.parametrize("carrier", CARRIERS)
@@ -282,14 +266,6 @@ async def test_after_a_lost_connection_the_service_joins_again(fake: Drafting) -
     assert again.carrier == fake.peer.carrier
     text = await again.open([1, 2])
     assert list((await text.round([3])).tree.tokens) == [3]
-
-
-async def test_the_end_of_the_socket_is_the_end_of_the_connection() -> None:
-    async with drafting("ngram") as service:
-        await service.open([1])
-        assert service.peer.socket is not None
-        service.peer.socket.close()
-        await serves_again(service)
 
 
 @pytest.mark.parametrize("carrier", CARRIERS)

@@ -35,12 +35,7 @@ experts."""
 @pytest.mark.parametrize("name", NAMES)
 def test_a_family_with_drafters_and_formats(name: str, tmp_path: Path) -> None:
     folder = save_model(tmp_path, name, eos_token_id=None, vocab_size=models.VOCAB)
-    prompt = torch.tensor(models.text_of(70))
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    with torch.no_grad():
-        settings = {"max_new_tokens": TOKENS, "do_sample": False}
-        expected = model.generate(prompt[None], **settings)[0].tolist()
-        logits = model(torch.tensor([expected])).logits[0]
+    _, expected, logits = written(folder)
     decoder = load_decoder(folder)
     accepted = {method: accepted_tokens(decoder, folder, method, expected) for method in DRAFTERS}
     assert accepted["selfspec"] > 0
@@ -49,6 +44,16 @@ def test_a_family_with_drafters_and_formats(name: str, tmp_path: Path) -> None:
         found = extend(loaded, LocalCache(loaded.config), torch.tensor(expected)).float()
         errors = (found - logits).std(-1) / logits.std(-1)
         assert errors.median() < max_error, weights
+
+
+def written(folder: Path) -> tuple[str, list[int], torch.Tensor]:
+    """The class of a model in transformers, its greedy text, and the logits of each token."""
+    prompt = torch.tensor(models.text_of(70))
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        settings = {"max_new_tokens": TOKENS, "do_sample": False}
+        expected = model.generate(prompt[None], **settings)[0].tolist()
+        return type(model).__name__, expected, model(torch.tensor([expected])).logits[0]
 
 
 @pytest.mark.parametrize("method", ["lm", "selfspec"])

@@ -25,15 +25,17 @@ from .models import (
     made_up_kv,
     made_up_states,
     text_of,
-    write_dspark,
-    write_eagle3,
-    write_longspec,
     write_model,
-    write_mtp,
 )
 
 METHODS = ("lm", "longspec", "dspark", "eagle3", "mtp", "selfspec")
 READERS = METHODS[1:]
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "longspec": {"window": 16},
+    "dspark": {"markov_rank": 32, "window": 16, "layers": 2},
+    "eagle3": {"norm_output": True, "window": 300},
+    "mtp": {},
+}
 BUDGETS = ("lm, streaming", "lm, chunk_topk")  # ``lm`` under a KV budget, by policy
 
 
@@ -66,17 +68,9 @@ def load(
         return Method(models.load(method, target, **options, **budget))
     if name == "selfspec":
         return Method(models.load(name, target, **options, depth=4), "kv")
-    if name == "longspec":
-        layer = write_longspec(folder / name, target, window=16)
-        return Method(models.load(name, layer, target, **options), "kv")
-    if name == "eagle3":
-        layer = write_eagle3(folder / name, target, norm_output=True, window=300)
-        return Method(models.load(name, layer, target, **options), "states")
-    if name == "mtp":
-        head = write_mtp(folder / name, target)
-        return Method(models.load(name, head, target, **options), "states")
-    block = write_dspark(folder / name, target, markov_rank=32, window=16, layers=2)
-    return Method(models.load(name, block, target, **options), "states")
+    layers = models.write_drafter(name, folder / name, target, **DRAFTERS[name])
+    field = "kv" if name == "longspec" else "states"
+    return Method(models.load(name, layers, target, **options), field)
 
 
 @pytest.fixture(scope="module")
@@ -203,8 +197,9 @@ def test_a_generation_without_the_data_is_refused(name: str, loaded: dict[str, M
         loaded[name].drafter.start(GenerationInfo([1, 2], 2, VOCAB))
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4", "bfloat16"])
-@pytest.mark.parametrize("name", ["longspec", "dspark"])
+@pytest.mark.parametrize(
+    ("name", "weights"), [("longspec", "int8"), ("dspark", "int4"), ("dspark", "bfloat16")]
+)
 def test_smaller_weights_draft_about_the_same(name: str, weights: str, tmp_path: Path) -> None:
     text, trees = text_of(30, 1), []
     for kind in ("auto", weights):

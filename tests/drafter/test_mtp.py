@@ -32,16 +32,16 @@ from . import models
 from .models import GREEDY, SAMPLINGS, change_config, check_tree, made_up_states, text_of
 from .mtp_heads import LAYOUTS, DenseMtp, write_target
 
-WIDTHS = ((3, 4, 2), (1, 1, 1, 1))
-
 
 @pytest.fixture(scope="module")
 def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: write_target(tmp_path_factory.mktemp("target"), name) for name in LAYOUTS}
 
 
-@pytest.mark.parametrize("widths", WIDTHS)
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    ("name", "widths"),
+    [*((name, (3, 4, 2)) for name in LAYOUTS), ("DeepSeek, three heads", (1, 1, 1, 1))],
+)
 def test_trees_are_those_of_a_dense_reference(
     name: str, widths: tuple[int, ...], targets: dict[str, Path]
 ) -> None:

@@ -130,13 +130,6 @@ def test_survival_falls_as_documented() -> None:
     )
 
 
-def test_continuations_that_differ_become_branches() -> None:
-    tree = sequence([7, 8, 1, 7, 8, 2, 7, 8, 1, 9, 7, 8], min_survival="0").draft(Budget(8, 1))
-    assert set(tree.tokens) == {1, 2}
-    assert tree.tokens[0] == 1  # two of three places went on so
-    assert sum(tree.confidences) <= 1
-
-
 def test_a_periodic_text_continues_beyond_its_end() -> None:
     tree = sequence([1, 2, 3] * 4, continuations="1").draft(Budget(10, 10))
     assert tree.tokens == (1, 2, 3, 1, 2, 3, 1, 2, 3, 1)
@@ -158,12 +151,6 @@ def run(drafter: NgramDrafter, text: list[int], owner: str) -> None:
 
 def first_tokens(drafter: NgramDrafter, text: list[int], owner: str) -> tuple[int, ...]:
     return drafter.start(GenerationInfo(text, len(text), 1000, owner=owner)).draft(LARGE).tokens[:3]
-
-
-def test_sharing_can_be_turned_off() -> None:
-    drafter = load(shared_tokens="0")
-    run(drafter, [1, 2, 3, 4, 5, 6], "me")
-    assert first_tokens(drafter, [9, 1, 2, 3], "me") == ()
 
 
 def test_the_owners_that_generated_last_are_kept() -> None:

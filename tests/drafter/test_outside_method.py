@@ -48,17 +48,6 @@ def test_it_is_loaded_and_drafts_the_likeliest_path(folder: Path) -> None:
         method_class("bigram").load(folder, {"widths": "wide"}, Resources())
 
 
-def test_trees_of_several_texts_are_those_of_each(folder: Path) -> None:
-    drafter = method_class("bigram").load(folder, {}, Resources())
-    texts = [[1, 2], [3], [4, 5, 6]]
-    pairs = [
-        (drafter.start(GenerationInfo(each, len(each), VOCAB)), Budget(9, 3)) for each in texts
-    ]
-    together = drafter.draft_many(pairs)
-    assert list(together) == [sequence.draft(budget) for sequence, budget in pairs]
-    assert all(len(tree) > 3 for tree in together if not isinstance(tree, Exception))
-
-
 def test_its_folder_is_inspected(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 from calls import until
@@ -13,7 +12,7 @@ from fakes.drafter import FakeDrafter, FakeSequence
 from paceline.drafter.methods.base import Budget, Update
 from paceline.drafter.methods.selfspec import SelfSpecDrafter
 
-from .models import GREEDY, SAMPLINGS, VOCAB, Oracle, load, recorded_kv, start, text_of, write_model
+from .models import SAMPLINGS, VOCAB, load, recorded_kv, start, text_of, write_model
 from .test_selfspec import load as load_selfspec
 from .test_selfspec import sparse_text
 from .test_worker import drafting, round_of, started_worker
@@ -49,28 +48,6 @@ def test_trees_are_those_of_a_drafter_that_waits(folder: Path, name: str) -> Non
             sequence.extend(Update(drafted))
         kept += bool(ahead.chain)
     assert kept > 3
-
-
-@pytest.mark.parametrize("options", [{"widths": "2,1"}, {"widths": 1, "depth": 4, "context": 16}])
-def test_trees_with_siblings_and_under_a_kv_budget_do_not_grow_on(
-    folder: Path, options: dict[str, Any]
-) -> None:
-    drafter = load("lm", folder, min_survival=0, **options)
-    sequence = start(drafter, text_of(40))
-    sequence.warm(39)
-    sequence.draft(Budget(8, 8))
-    assert drafter.draft_ahead([sequence]) == []
-
-
-def test_drafting_ahead_ends(folder: Path) -> None:
-    drafter = load("lm", folder, widths="1", depth="3", min_survival="0")
-    oracle = Oracle(drafter, text_of(20), GREEDY)
-    sequence = start(drafter, oracle.text)
-    sequence.draft(Budget(3, 3))
-    calls = 0
-    while drafter.draft_ahead([sequence]):
-        calls += 1
-    assert calls == 4  # the verifier's own token, and the next chain of 3
 
 
 def selfspec(folder: Path, text: list[int]) -> tuple[SelfSpecDrafter, list[int]]:

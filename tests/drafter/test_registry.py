@@ -155,7 +155,7 @@ async def test_wrong_activations_are_refused(registry: Registry) -> None:
     refused("DRAFTER_NOT_FOUND", lambda: registry.choose("x", "9"))
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(share=st.floats(0.01, 0.99))
 def test_shares_are_kept_exactly(share: float) -> None:
     """After any number of texts."""

@@ -207,12 +207,6 @@ def test_hidden_states_older_than_the_window_are_not_read(pairs: Any) -> None:
     assert sequence.cache.layer(0)[0].nbytes == before
 
 
-def test_missing_states_do_not_prevent_a_draft(pairs: Any) -> None:
-    pair = pairs("dspark, window")
-    states = made_up_states(pair.dense.config, 99, window=5)
-    assert start(pair.load("4"), text_of(100), states).draft(Budget(16, 4))
-
-
 # A rule of growth: depth to a list of children, the same for every node of that depth.
 rules = st.lists(st.lists(st.floats(0.01, 1.0), max_size=3), min_size=1, max_size=4)
 

@@ -93,18 +93,6 @@ async def test_a_long_backlog_does_not_block_other_rounds(worker: DraftWorker) -
     assert sum(warmed) >= SLICE * 19
 
 
-async def test_a_backlog_is_processed_without_a_round(worker: DraftWorker) -> None:
-    drafter = FakeDrafter()
-    session = drafting(drafter, SLICE * 2 + 1)
-    left: list[int] = []
-    await worker.run(
-        lambda: worker.catch_up(session, lambda: left.append(session.sequence.backlog))
-    )
-    await until(lambda: bool(left))
-    assert left == [0]
-    assert drafter.journal == [("warm", SLICE), ("warm", SLICE), ("warm", 1)]
-
-
 async def test_only_the_failing_round_of_a_batch_fails(worker: DraftWorker) -> None:
     drafter = FakeDrafter()
     drafter.poison = 13
