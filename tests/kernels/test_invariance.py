@@ -28,7 +28,7 @@ from paceline.kernels._compile import SANITIZERS
 pytestmark = pytest.mark.usefixtures("native_backend")
 
 
-@settings(max_examples=16)
+@settings(max_examples=10)
 @given(
     case=cases(max_nodes=MAX_TREE_NODES),
     texts=st.sampled_from([1, 1, 3]),

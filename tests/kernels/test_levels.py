@@ -29,7 +29,7 @@ def attention_at(
     return case.run_by(ProgramBackend(compiled(level), numerics), cap, sinks)
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(case=cases())
 def test_attention_has_the_bits_of_plain_c(level: str, case: Case) -> None:
     assert torch.equal(attention_at(level, case), attention_at("generic", case))
@@ -44,7 +44,7 @@ def test_attention_has_the_bits_of_plain_c(level: str, case: Case) -> None:
 
 
 @pytest.mark.parametrize("numerics", OWN_NUMERICS)
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(case=cases())
 def test_products_of_bfloat16_have_the_bits_of_emulated_ones(
     level: str, numerics: str, case: Case

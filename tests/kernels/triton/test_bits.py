@@ -39,7 +39,7 @@ def some_nodes(count: int) -> list[int]:
     return sorted({0, count // 3, count // 2, count - 1})
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(
     start=st.sampled_from(BORDERS),
     parents=trees(24) | trees(64),

@@ -22,8 +22,13 @@ def expected_of(scores: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return ids, scores.float().log_softmax(-1).gather(1, ids)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("vocab", "width"), [(1, 1), (5, 5), (700, 8), (3001, 16), (70_000, 3)])
+@pytest.mark.parametrize(
+    ("vocab", "width", "dtype"),
+    [
+        (1, 1, torch.float32), (5, 5, torch.bfloat16), (700, 8, torch.float32),
+        (3001, 16, torch.bfloat16), (70_000, 3, torch.float32),
+    ],
+)  # fmt: skip
 def test_the_best_of_any_row(vocab: int, width: int, dtype: torch.dtype) -> None:
     """With ties, zeros of both signs and -inf; of rows that lie apart."""
     torch.manual_seed(vocab)
@@ -62,10 +67,12 @@ def test_noise_and_filters_are_those_of_the_contract(filtered: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("widths", "confident", "survival"),
-    [((4, 5, 5), False, 0.02), ((3, 7), True, 0.0), ((1, 1, 1), True, 0.3), ((16, 16), False, 0)],
-)
-@pytest.mark.parametrize("paths", [True, False])
+    ("widths", "confident", "survival", "paths"),
+    [
+        ((4, 5, 5), False, 0.02, True), ((3, 7), True, 0.0, True), ((1, 1, 1), True, 0.3, False),
+        ((16, 16), False, 0, False),
+    ],
+)  # fmt: skip
 def test_levels_of_trees_are_those_of_plain_operations(
     widths: tuple[int, ...], confident: bool, survival: float, paths: bool
 ) -> None:
