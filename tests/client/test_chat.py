@@ -96,6 +96,26 @@ async def test_an_answer_that_fills_the_context_is_not_the_limit_s_fault() -> No
     assert "--max-new-tokens" not in screen
 
 
+@pytest.mark.parametrize(
+    ("reply", "shown", "thought"),
+    [
+        ("<think>\nwhy not\n</think>\n\nfine", "why not\n\nfine\n", "why not"),
+        ("<think>cut", "cut\n", "cut"),
+        ("a <think> of mine", "a <think> of mine\n", ""),
+    ],
+)
+async def test_thoughts_are_apart_from_the_answer(
+    reply: str, shown: str, thought: str, tmp_path: Path
+) -> None:
+    """On the screen and in the conversation, without their marks."""
+    file = tmp_path / "chat.json"
+    _, screen = await converse("a", f"/save {file}", reply=reply)
+    assert screen.startswith(shown)
+    message = json.loads(file.read_text())["messages"][-1]
+    assert message.get("reasoning_content", "") == thought
+    assert message["content"] == shown.removeprefix(thought).strip()
+
+
 async def test_commands(tmp_path: Path) -> None:
     file = tmp_path / "chat.json"
     _, screen = await converse(

@@ -1,13 +1,14 @@
 """Calls in JSON without a mark: the whole answer is objects that fit tools, in fences or not."""
 
 import json
+import threading
 from typing import Any
 
 import pytest
 from fakes.transport import MockTransport
 
 from paceline.gateway.channels import parser_of
-from paceline.gateway.requests import Function, Tool, ToolUse
+from paceline.gateway.requests import Tool, ToolUse
 from paceline.gateway.tool_calls import Call
 from paceline.gateway.tool_schemas import fits
 
@@ -20,8 +21,8 @@ PARAMETERS: dict[str, Any] = {
     "required": ["city"],
 }
 TOOLS = [
-    Tool(function=Function(name="weather", parameters=PARAMETERS)),
-    Tool(function=Function(name="clock")),
+    Tool.model_validate({"function": {"name": "weather", "parameters": PARAMETERS}}),
+    Tool.model_validate({"function": {"name": "clock"}}),
 ]
 USE = ToolUse(TOOLS, "auto")
 ROME = '{"name": "weather", "arguments": {"city": "Rom"}}'
@@ -124,6 +125,26 @@ async def test_required_calls_come_one_by_one(serve: Serve) -> None:
         "weather"
     ]
     assert choices[-1].finish_reason == "tool_calls"
+
+
+async def test_arguments_are_compared_beside_the_streams_of_others(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Since a schema may be long."""
+    threads = set()
+
+    def compared(value: Any, schema: Any) -> bool:
+        threads.add(threading.current_thread())
+        return fits(value, schema)
+
+    monkeypatch.setattr("paceline.gateway.tool_calls.fits", compared)
+    tools = [tool.for_template() for tool in TOOLS]
+    asked = {"messages": [{"role": "user", "content": "a"}], "tools": tools, "stream": True}
+    async with serve(MockTransport(ROME), chat_template="{{ tools }}") as served:
+        for fields in (asked, {**asked, "stream": False}):
+            await served.ask("POST", "/v1/chat/completions", json=fields)
+    assert threads
+    assert threading.main_thread() not in threads
 
 
 S, N = {"type": "string"}, {"type": "null"}

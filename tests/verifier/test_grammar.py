@@ -3,9 +3,11 @@
 import asyncio
 import json
 import string
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import drafters
 import grpc
@@ -17,6 +19,7 @@ from verifier_support import VOCAB, Client, serving
 
 from paceline.v1 import sampling_pb2
 from paceline.verifier.grammar import Grammar, GrammarError, Grammars, masked
+from paceline.verifier.rpc.servicer import VerifierServicer
 
 SMALL = {
     "type": "object",
@@ -225,3 +228,14 @@ async def test_bad_schemas_are_refused(client: Client) -> None:
             await client.create(PROMPT, **fields(schema=schema))
         assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert reason_of(raised.value) == "INVALID_SCHEMA"
+
+
+@pytest.mark.parametrize("tokenizer_json", [TOKENIZER.to_str().encode(), b"", b"no tokenizer"])
+def test_the_tokenizer_is_prepared_before_the_first_constraint(tokenizer_json: bytes) -> None:
+    """It takes a second where it is large, in which no text goes on."""
+    grammars = Grammars(tokenizer_json, VOCAB, [0])
+    VerifierServicer(Mock(grammars=lambda: grammars), *[Mock()] * 5)
+    for thread in threading.enumerate():
+        if thread.name == "grammars":
+            thread.join(60)
+    assert ("_forms" in vars(grammars)) is (tokenizer_json[:1] == b"{")

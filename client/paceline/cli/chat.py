@@ -23,7 +23,7 @@ from paceline.cli.generate import (
     speed,
     summary,
 )
-from paceline.cli.output import Output, print_chunk
+from paceline.cli.output import AnswerPrinter, Output
 from paceline.cli.service_process import new_runner
 from paceline.cli.services import add_model_arguments, own_services
 from paceline.client import (
@@ -179,25 +179,34 @@ class Chat:
 
     async def _answer(self, text: str) -> None:
         """Stream the answer to a message. A failed one is removed from the conversation."""
+        from paceline.gateway.channels import marks_of
+        from paceline.gateway.requests import ToolUse
+        from paceline.gateway.tool_calls import end_of_open_thought
+
         self._turns.append({"role": "user", "content": text})
-        parts: list[str] = []
+        printer: AnswerPrinter | None = None
         try:
             model = await self._client.model()
             limit = self._options["max_new_tokens"]
-            prompt = await self._prompt(model, limit)
+            rendered, prompt = await self._prompt(model, limit)
             left = model.facts.max_context - len(prompt)
+            marks = marks_of(model.codec, ToolUse([], "none"))
             options = {**self._options, "max_new_tokens": min(limit, left)}
-            generation = self._client.generate(prompt, **options)
+            generation = self._client.generate(prompt, special_tokens=sorted(marks), **options)
             generation.operation = Span.CHAT
-            await self._stream(generation, parts, full=left < limit)
+            style = self._style(self._options["drafter"])
+            printer = AnswerPrinter(self._console, style, marks, end_of_open_thought(rendered))
+            await self._stream(generation, printer, full=left < limit)
         except PacelineError as error:
-            self.notice(f"no answer: {error}" if not parts else f"the answer broke off: {error}")
+            begun = printer is not None and printer.begun
+            self.notice(f"the answer broke off: {error}" if begun else f"no answer: {error}")
         except asyncio.CancelledError:
             self.notice("(stopped)")
             raise
         finally:
-            if parts:
-                self._turns.append({"role": "assistant", "content": "".join(parts)})
+            if printer is not None and printer.begun:
+                thoughts = {"reasoning_content": printer.thoughts} if printer.thoughts else {}
+                self._turns.append({"role": "assistant", "content": printer.text, **thoughts})
             else:
                 self._turns.pop()
 
@@ -206,14 +215,16 @@ class Chat:
         system = [{"role": "system", "content": self._system}] if self._system else []
         return [*system, *self._turns]
 
-    async def _prompt(self, model: Model, room: int) -> list[int]:
-        """The prompt of the next answer, with room for as many tokens, or a quarter of the context.
-        Forgets the oldest turns where the context is too short. Raises InvalidRequestError if the
-        newest message does not fit; or the template refuses the messages, or there is none."""
+    async def _prompt(self, model: Model, room: int) -> tuple[str, list[int]]:
+        """The prompt of the next answer and its tokens, with room for `room` more, or a quarter of
+        the context. Forgets the oldest turns where the context is too short. Raises
+        InvalidRequestError if the newest message does not fit; or the template refuses the
+        messages, or there is none."""
         context, forgotten = model.facts.max_context, 0
         room = min(room, context // 4)
         while True:
-            tokens = await model.encode_rendered(render_chat(model, self._messages()))
+            rendered = render_chat(model, self._messages())
+            tokens = await model.encode_rendered(rendered)
             if len(tokens) + room <= context:
                 break
             if len(self._turns) == 1:
@@ -226,18 +237,15 @@ class Chat:
         if forgotten:
             turns = "turn is" if forgotten == 1 else f"{forgotten} turns are"
             self.notice(f"(the context is full: the oldest {turns} forgotten)")
-        return tokens
+        return rendered, tokens
 
-    async def _stream(self, generation: Generation, parts: list[str], *, full: bool) -> None:
+    async def _stream(self, generation: Generation, printer: AnswerPrinter, *, full: bool) -> None:
         """Print an answer; ``full``: its limit is the end of the context."""
-        style = self._style(self._options["drafter"])
         try:
             async for chunk in generation:
-                parts.append(chunk.text)
-                print_chunk(self._console, chunk, style)
+                printer.push(chunk)
         finally:
-            if parts:
-                self._console.print()
+            printer.end()
         result = await generation
         self._results.append(result)
         if result.finish_reason == "length":

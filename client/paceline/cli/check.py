@@ -16,7 +16,6 @@ from paceline.cli.connection import (
 from paceline.cli.progress import described, waiting
 from paceline.cli.service_process import run_async
 from paceline.client import Client, InvalidRequestError, PacelineError, Receipt, ReceiptCheck
-from paceline.client._receipt import MAX_RECEIPT
 from paceline.formats import KV_CACHE_DTYPES, WEIGHTS
 from paceline.harness import ProcessFailed, ServiceProcess
 from paceline.harness.models import MODEL, local_model
@@ -49,8 +48,8 @@ def run(args: argparse.Namespace) -> int:
     """Check; 0 if all tokens are equal, 1 if one is not or a service failed, 2 for bad arguments, 3
     if model or numerics differ, so that tokens cannot be compared."""
     try:
-        if args.receipt.stat().st_size > MAX_RECEIPT:
-            raise ValueError(f"it is longer than {MAX_RECEIPT} bytes")
+        if args.receipt.stat().st_size > Receipt.MAX_CHARACTERS:
+            raise ValueError(f"it is longer than {Receipt.MAX_CHARACTERS} bytes")
         receipt = Receipt.from_text(read_text(args.receipt))
     except (OSError, ValueError, InvalidRequestError) as error:
         raise CommandError(f"{args.receipt} is no receipt: {error}") from error

@@ -21,7 +21,7 @@ from paceline.cli.command import CommandError, exit_with
 from paceline.cli.connection import add_service_arguments, client_of
 from paceline.cli.fetch import FetchError, fetch
 from paceline.cli.generate import MEASURED, add_generation_arguments
-from paceline.cli.output import Output, print_chunk
+from paceline.cli.output import AnswerPrinter, Output
 from paceline.cli.progress import waiting
 from paceline.cli.service_process import run_async
 from paceline.cli.services import ON_CPU, add_model_arguments, own_services
@@ -376,9 +376,10 @@ async def _stream(
     console.print(legend)
     end = "\n\n" if (await client.model()).facts.chat_template else ""
     console.out(prompt, style="dim", highlight=False, end=end)
+    printer = AnswerPrinter(console, _DRAFTED)
     async for chunk in client.generate(tokens, drafter=drafter, **options):
-        print_chunk(console, chunk, _DRAFTED)
-    console.print()
+        printer.push(chunk)
+    printer.end()
 
 
 def default_target(console: Console) -> Path:

@@ -18,8 +18,7 @@ import grpc
 
 from paceline.cli.command import CommandError, exit_with, refuse_options
 from paceline.cli.progress import waiting
-from paceline.client import Client, InvalidRequestError, RetryOptions, TlsOptions
-from paceline.client._transport import Connections
+from paceline.client import Client, Connections, InvalidRequestError, RetryOptions, TlsOptions
 from paceline.service.options import read_token
 from paceline.tokens import noted_services
 

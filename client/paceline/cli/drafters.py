@@ -21,14 +21,16 @@ from paceline.cli.output import Output
 from paceline.cli.progress import waiting
 from paceline.client import (
     Client,
+    Connections,
     DraftOptions,
     PacelineError,
     RetryOptions,
     Stats,
     UnavailableError,
+    addresses_of,
+    parse_addresses,
+    rpc_errors,
 )
-from paceline.client._errors import rpc_errors
-from paceline.client._transport import Connections, addresses_of, parse_addresses
 from paceline.harness import read_prompts
 from paceline.harness.models import MODEL, is_model_name, local_model, model_path
 from paceline.service.options import OptionsError, read_token

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -24,10 +25,55 @@ class Output(Console):
         raise
 
 
-def print_chunk(console: Console, chunk: Chunk, style: str) -> None:
-    """Print the text of a chunk, accepted drafted tokens in `style`."""
-    pairs = zip(chunk.pieces, chunk.proposed_by, strict=False)
-    for proposer, pieces in groupby(pairs, key=itemgetter(1)):
-        text = "".join(piece for piece, _ in pieces)
-        drafted = style if proposer == "drafter" else None
-        console.out(text, style=drafted, highlight=False, end="")
+class AnswerPrinter:
+    """Prints an answer while it comes: its thoughts dim and without their marks, and accepted
+    drafted tokens in `style`. `marks` and `thought` are as of the gateway's `Answer`."""
+
+    def __init__(
+        self, console: Console, style: str, marks: Collection[str] = (), thought: str = ""
+    ) -> None:
+        from paceline.gateway.channels import Answer
+        from paceline.gateway.requests import ToolUse
+
+        self._console, self._style = console, style
+        self._parts = Answer(ToolUse([], "none"), frozenset(marks), thought)
+        self._pending = ""  # text that is not printed yet, with its marks
+        self._drafted: list[bool] = []  # for each of its characters
+        self.text = self.thoughts = ""
+
+    @property
+    def begun(self) -> bool:
+        """Whether something was printed."""
+        return bool(self.text or self.thoughts)
+
+    def push(self, chunk: Chunk) -> None:
+        for piece, proposer in zip(chunk.pieces, chunk.proposed_by, strict=False):
+            self._drafted += [proposer == "drafter"] * len(piece)
+        self._pending += chunk.text
+        self._drafted += [False] * (len(self._pending) - len(self._drafted))
+        self._print(self._parts.push([chunk]))
+
+    def end(self) -> None:
+        """Print what was kept back, and end the line."""
+        self._print(self._parts.flush())
+        if self.begun:
+            self._console.print()
+
+    def _print(self, parts: list[Any]) -> None:
+        for part in parts:
+            text = part if isinstance(part, str) else part.text
+            at = max(0, self._pending.find(text))
+            drafted = self._drafted[at : at + len(text)] + [False] * len(text)
+            self._pending = self._pending[at + len(text) :]
+            self._drafted = self._drafted[at + len(text) :]
+            if text is not part:
+                self.thoughts += text
+                self._console.out(text, style="dim", highlight=False, end="")
+                continue
+            if self.thoughts and not self.text:
+                self._console.print("\n")
+            self.text += text
+            for is_drafted, pairs in groupby(zip(drafted, text, strict=False), itemgetter(0)):
+                style = self._style if is_drafted else None
+                shown = "".join(letter for _, letter in pairs)
+                self._console.out(shown, style=style, highlight=False, end="")

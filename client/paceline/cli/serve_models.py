@@ -140,7 +140,7 @@ class Manager:
             model.process.spawn()
             while not model.process.poll_ready():  # noqa: ASYNC110 - a process sets no event
                 await asyncio.sleep(POLL_INTERVAL)
-        except (ProcessFailed, OSError) as failure:
+        except Exception as failure:  # whatever it is, who waits for the model is told
             reason = " ".join((model.process.phase or str(failure)).split())
             if not self._draining:
                 logger.error("cannot load %s: %s", model.name, reason)
@@ -189,7 +189,8 @@ class Manager:
                 model.holds.clear()
                 self._released.set()
                 if model.state == "loaded":
-                    await self._stop(model)
+                    model.process.stop()  # at once: it has ended
+                    self._set(model, "unloaded")
             elif self._is_idle(model) and not self._making_room.locked():
                 async with self._making_room:
                     if self._is_idle(model):

@@ -22,6 +22,7 @@ from ._errors import (
     TargetChangedError,
     UnavailableError,
     UnimplementedError,
+    rpc_errors,
 )
 from ._fleet import VerifierStatus
 from ._generation import Generation, GenerationResult
@@ -39,7 +40,9 @@ from ._options import (
 from ._receipt import NumericsRule, Receipt, ReceiptCheck
 from ._stats import RoundStats, SourceStats, Stats, Usage
 from ._template_process import TemplateProcess
+from ._templates import Prompt
 from ._text import Chunk, Detokenizer, Model, TextCodec, TokenLogprob, VerifiedTree
+from ._transport import Connections, addresses_of, parse_addresses
 
 __all__ = [
     "AuthError",
@@ -48,6 +51,7 @@ __all__ = [
     "Chunk",
     "Client",
     "ClientClosedError",
+    "Connections",
     "DeadlineError",
     "Detokenizer",
     "DraftOptions",
@@ -60,6 +64,7 @@ __all__ = [
     "NumericsRule",
     "PacelineError",
     "PreconditionError",
+    "Prompt",
     "Receipt",
     "ReceiptCheck",
     "RetryOptions",
@@ -78,9 +83,12 @@ __all__ = [
     "Usage",
     "VerifiedTree",
     "VerifierStatus",
+    "addresses_of",
     "checked_prompt",
     "field_docs",
+    "parse_addresses",
     "render_chat",
+    "rpc_errors",
     "user_cache_dir",
 ]
 

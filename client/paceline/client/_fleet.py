@@ -6,12 +6,12 @@ import asyncio
 import logging
 import random
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from time import monotonic
 from typing import Literal, TypeVar
 
-from paceline.v1 import drafter_pb2, verifier_pb2
+from paceline.v1 import verifier_pb2
 
 from ._errors import (
     ClientClosedError,
@@ -22,7 +22,7 @@ from ._errors import (
 )
 from ._options import RetryOptions
 from ._receipt import Numerics, differing, numerics_of
-from ._text import Model, TextCodec, TokenizerCache
+from ._text import Model, TextCodec, TokenizerCache, drafters_of
 from ._transport import Pool, Transport
 
 logger = logging.getLogger("paceline.client")
@@ -38,7 +38,6 @@ PATIENCE = 1.0
 _HEADROOM = 4
 CHUNK = 64  # tokens of the chunks in which texts are compared
 _MAX_CHUNKS = 1 << 16
-LOCAL = "local"  # the drafter that is a verifier's own guesses, without a drafter service
 
 
 class Attempts:
@@ -146,31 +145,15 @@ class Verifier:
         return now >= self._retry_at if self.error else now - self._answered_at >= MAX_AGE
 
     def drafters(self) -> list[str]:
-        """Names of drafters of the services that have joined it, its default one first, and
-        ``local`` if it guesses by itself: first where the default one would only look up too."""
-        services = self.facts.drafter_services if self.facts is not None else ()
-        found = [name for each in services for name in _names(each.default_drafter, each.drafters)]
-        if not self.guesses:
-            return found
-        default = [e for each in services for e in each.drafters if e.name == found[0]]
-        only_looks_up = all(each.method == "ngram" for each in default)
-        return [LOCAL, *found] if only_looks_up else [*found, LOCAL]
+        """As `drafters_of` its latest answer."""
+        return drafters_of(self.facts) if self.facts is not None else []
 
-    @property
-    def guesses(self) -> bool:
-        """Whether it drafts by itself, without a drafter service."""
-        return self.facts is not None and bool(self.facts.local_sources)
-
-    def has_drafter(self, drafter: str | None) -> bool:
-        """Whether a service that has joined it has a drafter: NAME, NAME@VERSION, None for any; or
-        it guesses itself: ``local``."""
-        services = self.facts.drafter_services if self.facts is not None else ()
-        if drafter is None:
-            return any(each.drafters for each in services)
-        if drafter == LOCAL:
-            return self.guesses
+    def has_drafter(self, drafter: str) -> bool:
+        """Whether a service that has joined it has a drafter: NAME or NAME@VERSION; or it guesses
+        itself: ``local``."""
         name, _, version = drafter.partition("@")
-        return any(
+        services = self.facts.drafter_services if self.facts is not None else ()
+        return drafter in self.drafters() or any(
             info.name == (name or each.default_drafter) and version in ("", info.version)
             for each in services
             for info in each.drafters
@@ -293,11 +276,6 @@ class PrefixTable:
         return found
 
 
-def _names(default: str, drafters: Iterable[drafter_pb2.DrafterInfo]) -> list[str]:
-    """Names of the drafters of a service, the default one first; repeated for each version."""
-    return sorted((info.name for info in drafters), key=lambda name: (name != default, name))
-
-
 def _instance(verifier: Verifier) -> str:
     """Identifies the process, whose end frees all KV."""
     return verifier.facts.instance_id if verifier.facts is not None else ""
@@ -406,10 +384,12 @@ class Fleet:
         Raises:
             NotFoundError: There are drafters, and none ever had this name.
         """
-        if drafter in (None, "none") or not verifier.address or self._has(verifier, drafter):
+        if drafter is None or drafter == "none" or not verifier.address:
             return ""
-        await verifier.read_model()
-        if self._has(verifier, drafter):
+        if not verifier.has_drafter(drafter):
+            await verifier.read_model()
+        if verifier.has_drafter(drafter):
+            self._known_drafters.add(drafter)
             return ""
         names = dict.fromkeys(name for each in self.serving for name in each.drafters())
         if names and drafter not in self._known_drafters:
@@ -420,13 +400,6 @@ class Fleet:
                 metadata={"param": "drafter"},
             )
         return f"drafter {drafter!r} is not there: no drafter service with it has joined"
-
-    def _has(self, verifier: Verifier, drafter: str | None) -> bool:
-        """Whether a verifier has a drafter, which is remembered."""
-        found = verifier.has_drafter(drafter)
-        if found and drafter:
-            self._known_drafters.add(drafter)
-        return found
 
     async def drafters(self) -> tuple[str, ...]:
         """Names of drafters that have joined the verifiers, the default one first, and ``local``

@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from paceline.checks import ParameterError, checked, items
 from paceline.sampling import token_ids
@@ -18,8 +18,6 @@ from ._errors import InvalidRequestError
 from ._options import GenerationOptions, invalid_requests
 
 FORMAT = "paceline receipt 1"
-MAX_RECEIPT = 64 << 20
-"""Maximum length of a receipt that is read. Unit: characters."""
 _MAX_RULES = 4096
 _FIELDS = (
     *("format", "model", "numerics", "prompt", "sampling", "seed", "tokens", "finish_reason"),
@@ -112,6 +110,8 @@ class Receipt:
     drafts: bool
     """Whether drafting was on."""
 
+    MAX_CHARACTERS: ClassVar = 64 << 20  # maximum length of one that is read
+
     def to_json(self) -> dict[str, Any]:
         """JSON-ready values in a fixed order."""
         return {
@@ -157,8 +157,10 @@ class Receipt:
     def from_text(cls, text: str) -> Receipt:
         """A receipt as `to_text` or a gateway has written it. Raises InvalidRequestError, which
         says what is wrong, if it is none."""
-        if len(text) > MAX_RECEIPT:
-            raise InvalidRequestError(f"it has {len(text)} characters, at most {MAX_RECEIPT}")
+        if len(text) > cls.MAX_CHARACTERS:
+            raise InvalidRequestError(
+                f"it has {len(text)} characters, at most {cls.MAX_CHARACTERS}"
+            )
         try:
             value = json.loads(text, parse_constant=_refuse_constant)
         except (ValueError, RecursionError) as error:

@@ -11,9 +11,8 @@ from paceline.telemetry.names import CREATE_CACHE, PROVIDER, Attribute, Span
 from paceline.telemetry.tracing import fail, server_attributes, traceparent_of, tracer
 from paceline.v1 import verifier_pb2
 
-from ._fleet import LOCAL
 from ._options import GenerationOptions
-from ._text import UNDRAFTED, Undrafted
+from ._text import LOCAL, UNDRAFTED, Undrafted
 
 if TYPE_CHECKING:
     from opentelemetry import trace

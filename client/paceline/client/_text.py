@@ -31,6 +31,8 @@ _MAX_TOKENIZER = 256 << 20
 # Longer prompts are tokenised in a thread, to keep the event loop free. Unit: characters.
 _LONG_PROMPT = 20_000
 
+LOCAL = "local"  # the drafter that is a verifier's own guesses, without a drafter service
+
 _loaded: dict[str, TextCodec] = {}
 FinishReason = Literal["stop", "length", "cancelled"]
 Proposer = Literal["drafter", "verifier"]
@@ -340,6 +342,20 @@ def _write_atomically(path: Path, content: bytes) -> None:
             Path(folder, path.name).replace(path)
 
 
+def drafters_of(facts: verifier_pb2.GetModelResponse) -> list[str]:
+    """Names of drafters of the services that have joined a verifier, its default one first, and
+    ``local`` if it guesses by itself: first where the default one would only look up too."""
+    default, names = [], list[str]()
+    for each in facts.drafter_services:
+        first = each.default_drafter
+        listed = sorted(each.drafters, key=lambda info: (info.name != first, info.name))
+        names += [info.name for info in listed]
+        default += [info.method for info in listed if info.name == names[0]]
+    if not facts.local_sources:
+        return names
+    return [LOCAL, *names] if {*default} <= {"ngram"} else [*names, LOCAL]
+
+
 @dataclass(frozen=True)
 class Model:
     """The served model and its tokenizer."""
@@ -352,6 +368,11 @@ class Model:
     def __repr__(self) -> str:
         facts = self.facts
         return f"<Model {facts.name}: context {facts.max_context}, vocabulary {facts.vocab_size}>"
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """Names of drafters that had joined its verifier, as `Client.drafters` orders them."""
+        return tuple(dict.fromkeys(drafters_of(self.facts)))
 
     async def encode(self, prompt: str) -> list[int]:
         """Token ids of a text prompt, those that the tokenizer itself gives. Raises

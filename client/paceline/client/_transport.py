@@ -196,6 +196,9 @@ class Connections:
             *_CHANNEL_OPTIONS,
         ]
 
+    def __repr__(self) -> str:
+        return f"<Connections {'with' if self._tls else 'without'} TLS>"
+
     def metadata(self, address: str) -> tuple[tuple[str, str], ...]:
         """Metadata of every call to an address. Without a token, it has the token of a service of
         this user, which is another one after each start."""

@@ -21,11 +21,11 @@ from paceline.client import (
     GenerationOptions,
     GenerationResult,
     Model,
+    Prompt,
     TemplateProcess,
     TokenLogprob,
     checked_prompt,
 )
-from paceline.client._templates import Prompt
 from paceline.sampling import CONSTRAINTS
 from paceline.service.limits import CONSTRAINT_BYTES
 from paceline.telemetry.names import Span
@@ -106,6 +106,7 @@ class JobBuilder:
     def __init__(self, models: Models, options: GatewayOptions) -> None:
         self._models = models
         self._options = options
+        self.served: dict[str, Model] = {}  # each model as it was last known, by name
         # One for short requests, one for long ones, which never hold up the short.
         self._templates = {long: TemplateProcess() for long in (False, True)}
 
@@ -136,7 +137,8 @@ class JobBuilder:
         none of this name, or it cannot be loaded."""
         name = await self.name(asked, place)
         await place.loaded(self._models.acquire(name, place.held))
-        return name, await place.verifier(place.client.model())
+        model = self.served[name] = await place.verifier(place.client.model())
+        return name, model
 
     async def completion(self, body: CompletionRequest, place: Place) -> GenerationJob:
         name, model = await self.model(body.model, place)

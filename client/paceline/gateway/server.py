@@ -7,7 +7,8 @@ import json
 import logging
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -246,7 +247,7 @@ class Gateway:
         return web.json_response(await self._card(request.match_info["name"]))
 
     async def _card(self, asked: str) -> dict[str, Any]:
-        """What is known of a model: of one that is not loaded, not more than that."""
+        """What is known of a model; of one that is not loaded, what was known when it was."""
         place = Place(self.admission)
         name = await self._jobs.name(asked, place)
         card = {"id": name, "object": "model", "created": self._started, "owned_by": "paceline"}
@@ -254,21 +255,21 @@ class Gateway:
         card |= {"type": "model", "display_name": name, "created_at": began}
         if name in self._models.states:
             card["status"] = {"value": self._models.states[name]}  # as llama.cpp's server tells it
-        if card.get("status", _LOADED) != _LOADED:
-            return card
-        with place.held:
-            try:
+        drafters: Sequence[str] | None = None
+        if card.get("status", _LOADED) == _LOADED:
+            with place.held, suppress(ApiError):  # it may have been unloaded a moment ago
                 client = await self._models.acquire(name, place.held, load=False)
-            except ApiError:  # it was unloaded a moment ago
-                return card
-            facts = (await place.verifier(client.model())).facts
-            return card | {
-                "max_model_len": facts.max_context,
-                "batch_invariant": facts.batch_invariant,
-                "batch_invariance_reason": facts.batch_invariance_reason,
-                "chat_template": bool(self._options.chat_template or facts.chat_template),
-                "drafters": await _drafters(client),
-            }
+                self._jobs.served[name] = await place.verifier(client.model())
+                drafters = await _drafters(client)
+        if (model := self._jobs.served.get(name)) is None:
+            return card
+        return card | {
+            "max_model_len": model.facts.max_context,
+            "batch_invariant": model.facts.batch_invariant,
+            "batch_invariance_reason": model.facts.batch_invariance_reason,
+            "chat_template": bool(self._options.chat_template or model.facts.chat_template),
+            "drafters": model.drafters if drafters is None else drafters,
+        }
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
         """200 while new requests are accepted and a verifier is reachable, with its drafters, or

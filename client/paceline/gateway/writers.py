@@ -54,6 +54,7 @@ class Writer(ABC):
     """Formats the response to one request: whole, or as events of a stream."""
 
     last = b""  # what a stream ends with
+    calls = False  # whether texts are searched for calls, which may take long
     keep_alive = _KEEP_ALIVE  # what is sent where nothing else is for some time
 
     @abstractmethod
@@ -170,7 +171,7 @@ class PartsWriter(Writer):
     """Formats one answer as a list of parts, each of which begins and ends: blocks or items."""
 
     def __init__(self, job: GenerationJob, use: ToolUse) -> None:
-        self._job = job
+        self._job, self.calls = job, bool(use.tools)
         self._answer = Answer(use, job.marks, job.thought)
         self._open = ""  # type of the part that is not complete
 
@@ -297,7 +298,7 @@ class ChatWriter(ChoicesWriter):
 
     def __init__(self, job: GenerationJob, use: ToolUse) -> None:
         super().__init__(job)
-        self._use = use
+        self._use, self.calls = use, bool(use.tools)
         self._answers: dict[int, Answer] = {}
 
     def _reasoning_tokens(self) -> int:
@@ -588,6 +589,12 @@ class EventStream:
             opening = partial(self._writer.opening, index, arrived[0].prompt_logprobs)
             # An echoed prompt may have thousands of log-probabilities.
             events += await self._place.work(opening) if arrived[0].prompt_logprobs else opening()
+        more = partial(self._more, index, arrived)
+        return events + (await self._place.work(more) if self._writer.calls else more())
+
+    def _more(self, index: int, arrived: Sequence[TextEvent]) -> list[Json]:
+        """Events of chunks and of the end of a text."""
+        events = list[Json]()
         chunks = [event.chunk for event in arrived if event.chunk is not None]
         if chunks:
             events += self._writer.chunks(index, chunks)

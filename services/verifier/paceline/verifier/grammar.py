@@ -6,8 +6,8 @@ and then here. Few are compiled at a time. The limits are in :mod:`paceline.serv
 library bounds the work for a mask, at some tenths of a second; where masks are dear, the engine
 does not wait for them (``engine/masks.py``).
 
-The grammar library is imported with the first constraint, so that verifiers without any run
-without it.
+What compiling needs of the tokenizer is made while the verifier starts (`Grammars.prepare`), and
+verifiers run without the grammar library until there is a constraint.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from pathlib import Path
 from threading import Lock
@@ -89,6 +89,13 @@ class Grammars:
         )
         self._recent: deque[Grammar] = deque(maxlen=_RECENT)
 
+    def prepare(self) -> None:
+        """Make what compiling needs of the tokenizer. Of a large one it takes a second, in which no
+        other thread runs: call it before texts are served."""
+        if self._tokenizer_json and self._eos_token_ids:
+            with suppress(Exception):  # whoever sends a constraint is told what is wrong
+                self._forms  # noqa: B018 - it is kept
+
     async def compile(self, kind: Kind, source: str) -> Grammar:
         """Compile a constraint, or take it from those in use. Cancellation ends it at once.
 
@@ -132,7 +139,7 @@ class Grammars:
         if self._live_bytes + size > limits.CONSTRAINTS_LIVE_BYTES:
             raise GrammarsBusy(f"constraints in use take {self._live_bytes} bytes")
         matcher = await in_thread(lambda: self._matcher(prepared))
-        await in_thread(lambda: self._forms)  # of a large vocabulary it takes a tenth of a second
+        await in_thread(lambda: self._forms)
         if matcher.is_error():
             raise GrammarError(f"the {_NAMES[kind]} is not supported: {matcher.get_error()}")
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from threading import Thread
 from typing import Any
 
 import grpc
@@ -235,6 +236,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         self._exchange = exchange
         self._telemetry = telemetry
         self._grammars = model.grammars()
+        Thread(target=self._grammars.prepare, name="grammars", daemon=True).start()
 
     async def GetModel(
         self, request: verifier_pb2.GetModelRequest, context: Any
