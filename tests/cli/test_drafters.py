@@ -63,8 +63,6 @@ def test_the_list_fits_a_terminal(
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 80
     assert "active, default" in shown
-    assert drafters(registry, "list", "--wide") == 0
-    assert "load again with" in capsys.readouterr().out
 
 
 def test_an_action_reaches_every_service_of_a_list(
@@ -88,11 +86,6 @@ def test_loading_with_activate_and_options(
     assert drafters(registry, "load", *words, "--json") == 0
     (info,) = json.loads(capsys.readouterr().out)
     assert (info["traffic_share"], info["options"]) == (1.0, {"max_nodes": "4"})
-    assert drafters(registry, "list", "--wide") == 0
-    (line,) = (row for row in capsys.readouterr().out.splitlines() if "second" in row)
-    again = line.partition("active")[2].split()[1:]
-    assert again == ["ngram", "--option=max_nodes=4"]
-    assert drafters(registry, "load", "second", *again) == 0
     assert drafters(registry, "unload", "second", "--force") == 0
 
 

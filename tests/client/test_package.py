@@ -95,7 +95,7 @@ ANY: Any = client  # the package without types, for wrong calls
             lambda: ANY.SyncClient(verifier="x"),
             "SyncClient.__init__() got .* 'verifier'; did you mean verifier_address?",
         ),
-        (lambda: ANY.Client(tokens="x"), "Client.__init__() got .*; did you mean token?"),
+        (lambda: ANY.Client(tokens="x"), "Client.__init__() got .* 'tokens'"),
         (lambda: ANY.Client().generate("x", 3), "Client.generate() takes 2 positional"),
     ],
 )

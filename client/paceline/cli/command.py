@@ -164,8 +164,8 @@ def _actions_of(
 def _argument(
     key: str, value: Any, actions: Mapping[str, argparse.Action]
 ) -> tuple[str, list[str]]:
-    """The argument of a key, and its words on the command line. Raises ValueError if there is no
-    such key, or the value is not of its type."""
+    """The argument of a key, and its words on the command line, whose values argparse checks.
+    Raises ValueError if there is no such key, or it has a value of another kind."""
     action = actions.get(key) or actions.get(f"no-{key}")
     if action is None:
         raise ValueError(f"has no key {key!r}{meant(key, actions)}")
@@ -180,23 +180,4 @@ def _argument(
         raise ValueError(f"{key} = {value!r}: expected a text, a number or a list of them")
     if isinstance(value, list) and not isinstance(action, argparse._AppendAction):
         raise ValueError(f"{key} = {value!r}: expected one value, not a list")
-    for each in map(str, values):
-        _check_value(key, each, action)
     return flag, [f"{flag}={each}" for each in values]
-
-
-def _check_value(key: str, text: str, action: argparse.Action) -> None:
-    """Raises ValueError if an argument does not take a value. Names of models are left to argparse:
-    they may be downloaded."""
-    from paceline.service.options import byte_count
-
-    try:
-        value: Any = action.type(text) if action.type in (int, float, byte_count) else text
-    except argparse.ArgumentTypeError as error:
-        raise ValueError(f"{key}: {error}") from None
-    except ValueError:
-        kind = "whole number" if action.type is int else "number"
-        raise ValueError(f"{key} = {text!r} is no {kind}") from None
-    if action.choices is not None and value not in action.choices:
-        choices = [str(each) for each in action.choices]
-        raise ValueError(f"{key} = {text!r}: expected {', '.join(choices)}{meant(text, choices)}")

@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import json
 import os
-import shlex
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -118,8 +117,6 @@ def run(args: argparse.Namespace) -> int:
     """Call every registry; fails with code 1 if one refuses, 2 for bad arguments."""
     if args.action is None:
         return _inspect(args)
-    if getattr(args, "json", False):
-        refuse_options(args, "with --json, which prints all fields", ("wide",))
     if getattr(args, "check", None) is None:
         refuse_options(args, "without --check", ("verifier_address",))
     with exit_with(2, OptionsError, PacelineError):
@@ -210,8 +207,6 @@ def _add(
     add_connection_arguments(parser)
     if prints:
         parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-        help = "also print the size of weights, and the arguments that load a version again"
-        parser.add_argument("--wide", action="store_true", help=help)
     parser.set_defaults(action=action)
     return parser
 
@@ -354,15 +349,13 @@ def show(
         checked = {"check": check} if check else {}
         print(json.dumps([{**_as_dict(info), **checked} for info in drafters], indent=2))
         return
-    wide = ("weights", "load again with") if args.wide else ()
     table = Table(
         *("name", "version", "share", "texts", "rounds", "accepted length", "draft", "state"),
-        *wide,
         box=None,
         pad_edge=False,
     )
     for info in drafters:
-        row = (
+        table.add_row(
             info.name,
             info.version,
             f"{info.traffic_share:.0%}",
@@ -371,26 +364,13 @@ def show(
             f"{info.accepted_length:.2f}" if info.rounds else "-",
             f"{info.draft_us / 1e3:.2f} ms" if info.rounds else "-",
             _state(info) + (", default" if info.name == default else ""),
-            f"{info.weight_bytes / 2**20:.1f} MiB" if info.weight_bytes else "-",
-            _load_arguments(info),
         )
-        table.add_row(*row[: len(table.columns)])
-    _console(args).print(table)
+    Output(soft_wrap=False).print(table)
     if check:
         print(
             f"The check passed: a round emitted {check['accepted_length']:.2f} tokens on average, "
             f"and a draft took {check['draft_ms']:.2f} ms."
         )
-
-
-def _console(args: argparse.Namespace) -> Output:
-    return Output(width=_WIDTH) if args.wide else Output(soft_wrap=False)
-
-
-def _load_arguments(info: drafter_pb2.DrafterInfo) -> str:
-    """Arguments of `paceline drafters load NAME` that load the same drafter."""
-    options = [f"--option={key}={value}" for key, value in sorted(info.options.items())]
-    return shlex.join([info.method, *filter(None, [info.folder]), *options])
 
 
 def _state(info: drafter_pb2.DrafterInfo) -> str:
@@ -420,7 +400,7 @@ def show_list(response: drafter_pb2.ListDraftersResponse, args: argparse.Namespa
         for link in response.verifiers:
             state = f"not joined: {link.error}" if link.error else "joined"
             table.add_row(link.address, link.carrier or "-", str(link.sequences), state)
-        _console(args).print(table)
+        Output(soft_wrap=False).print(table)
 
 
 def _as_dict(message: Message) -> dict[str, object]:

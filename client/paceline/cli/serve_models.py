@@ -18,7 +18,7 @@ from time import monotonic
 from typing import Literal, TypeAlias
 
 from paceline.cli.progress import size
-from paceline.cli.supervisor import POLL_INTERVAL, Restarted
+from paceline.cli.supervisor import POLL_INTERVAL, Restarted, forwarded
 from paceline.device import available_memory, has_driver
 from paceline.harness import ProcessFailed, ServiceProcess
 from paceline.harness.models import model_bytes
@@ -248,12 +248,7 @@ async def serve_models(
         logger.error("cannot serve: %s", failure)
         return 2
     manager.drain()
-    forwarded = 0
-    while running := [each for each in (gateway, *manager.running) if each.returncode is None]:
-        for _ in signals[forwarded:]:
-            for process in running:  # another signal: two equal ones may come as one
-                process.send_signal(signal.SIGINT if forwarded else signal.SIGTERM)
-            forwarded += 1
+    for _ in forwarded(signals, lambda: (gateway, *manager.running)):
         await asyncio.sleep(POLL_INTERVAL)
     server.close()
     for process in (gateway, *manager.running):

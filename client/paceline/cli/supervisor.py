@@ -6,7 +6,7 @@ import logging
 import shlex
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from paceline.cli.progress import waiting
 from paceline.harness import JOIN_SECONDS, ProcessFailed, ServiceProcess
@@ -21,6 +21,20 @@ _MAX_DELAY = 30.0
 _STEADY = 60.0  # after this uptime the back-off starts again
 
 _MAX_UNREADY = 3  # how often a verifier may die in a row before it answers calls
+
+
+def forwarded(
+    signals: Sequence[int], processes: Callable[[], Sequence[ServiceProcess]]
+) -> Iterator[None]:
+    """Forward signals while a process runs: the first as SIGTERM, and others as SIGINT, since two
+    equal ones may come as one. Whoever iterates waits between the steps."""
+    count = 0
+    while running := [each for each in processes() if each.returncode is None]:
+        for _ in signals[count:]:
+            for process in running:
+                process.send_signal(signal.SIGINT if count else signal.SIGTERM)
+            count += 1
+        yield
 
 
 class Restarted:
@@ -163,12 +177,7 @@ class Supervisor:
 
     def _drain(self) -> int:
         dead = self._verifier.returncode is not None
-        forwarded = 0
-        while any(process.returncode is None for process in self._processes):
-            while forwarded < len(self._signals):
-                for process in self._processes:  # another signal: two equal ones may come as one
-                    process.send_signal(signal.SIGINT if forwarded else signal.SIGTERM)
-                forwarded += 1
+        for _ in forwarded(self._signals, lambda: self._processes):
             time.sleep(POLL_INTERVAL)
         if len(self._signals) > 1:
             return 128 + self._signals[-1]

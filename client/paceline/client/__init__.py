@@ -7,7 +7,7 @@ from dataclasses import is_dataclass
 # SIGSEGV. A fork of a process that used a client gets an error of its calls instead.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
-from ._chat import render_chat
+from ._chat import TemplateProcess, render_chat
 from ._client import Client, SyncClient
 from ._errors import (
     AuthError,
@@ -39,7 +39,6 @@ from ._options import (
 )
 from ._receipt import NumericsRule, Receipt, ReceiptCheck
 from ._stats import RoundStats, SourceStats, Stats, Usage
-from ._template_process import TemplateProcess
 from ._templates import Prompt
 from ._text import Chunk, Detokenizer, Model, TextCodec, TokenLogprob, VerifiedTree
 from ._transport import Connections, addresses_of, parse_addresses

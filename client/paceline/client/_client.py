@@ -23,7 +23,6 @@ from ._options import (
     TlsOptions,
     checked_prompt,
     invalid_requests,
-    suggests,
     takes,
     takes_all,
     user_cache_dir,
@@ -71,7 +70,6 @@ class Client:
             file cannot be read.
     """
 
-    @suggests
     def __init__(
         self,
         verifier_address: str | None = None,

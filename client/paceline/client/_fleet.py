@@ -112,7 +112,7 @@ class Verifier:
         self._retry = retry
         self._failures = 0
         self._retry_at = 0.0
-        self._full_until = 0.0
+        self.full_until = 0.0  # it has refused a cache for lack of memory: time of the clock
         self._others = 0
         self._asked_at = self._answered_at = float("-inf")
         self._asking: asyncio.Task[None] | None = None
@@ -130,8 +130,7 @@ class Verifier:
 
     @property
     def full(self) -> bool:
-        """Whether it refused a cache for lack of memory a moment ago."""
-        return monotonic() < self._full_until
+        return monotonic() < self.full_until
 
     @property
     def load(self) -> int:
@@ -188,10 +187,6 @@ class Verifier:
     def lost_cache(self) -> None:
         """Records that a cache is gone: perhaps it restarted, so it is asked again."""
         self._answered_at = float("-inf")
-
-    def refused_cache(self, seconds: float) -> None:
-        """Records that it has no memory for another cache, until `seconds` from now."""
-        self._full_until = monotonic() + seconds
 
     async def close(self) -> None:
         if self._asking is not None:
@@ -305,7 +300,6 @@ class Fleet:
         self._model: Model | None = None
         self._loading = asyncio.Lock()
         self._logged: set[str] = set()
-        self._failures_of_drafting: set[str] = set()
         self._known_drafters: set[str] = set()
         self.caches: dict[bytes, Verifier] = {}  # by handle, of each cache in use or kept
 
@@ -411,13 +405,9 @@ class Fleet:
 
     def drafting_failed(self, reason: str, message: str) -> None:
         """Logs a failure of drafting: a warning for the first of its reason, then information."""
-        first = reason not in self._failures_of_drafting
-        self._failures_of_drafting.add(reason)
-        level = logging.WARNING if first else logging.INFO
+        level = logging.INFO if reason in self._logged else logging.WARNING
+        self._logged.add(reason)
         logger.log(level, "drafting failed (%s), the text goes on: %s", reason, message)
-
-    async def close(self) -> None:
-        await self.verifiers.close()
 
     async def _current_model(self) -> Model:
         if self.ended:

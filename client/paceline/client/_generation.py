@@ -396,4 +396,4 @@ class ClientState:
         ]
         if pending := {*closing, *self._background}:
             await asyncio.wait(pending, timeout=_CLOSE_TIMEOUT)
-        await self.fleet.close()
+        await self.fleet.verifiers.close()

@@ -268,15 +268,6 @@ def takes_all(
     return lambda method: _with_parameters(method, 1, of)
 
 
-def suggests(method: Callable[P, T]) -> Callable[P, T]:
-    """Decorates a method: an unknown keyword argument is a TypeError that names the one that was
-    perhaps meant."""
-    found: Callable[P, T] = _with_parameters(
-        method, len(signature(method).parameters), lambda: None
-    )
-    return found
-
-
 def _with_parameters(method: Any, own: int, options: Callable[..., Any]) -> Any:
     """Gives the method a signature: its first `own` parameters, then one for each option."""
     kept = list(signature(method).parameters.values())[:own]

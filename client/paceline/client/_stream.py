@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
+from time import monotonic
 
 from paceline.v1 import verifier_pb2
 
@@ -170,7 +171,7 @@ class TokenStream:
                         raise
                     continue
                 self._stats.fallbacks["verifier_full"] += 1
-                verifier.refused_cache(error.retry_after)
+                verifier.full_until = monotonic() + error.retry_after
                 if all(each.full for each in self._fleet.serving):
                     limited = self._request.options.deadline is not None
                     await self._attempts.pause(error, within_deadline=limited)

@@ -5,7 +5,7 @@ rendering the conversation again with a word in each; its source is never looked
 
 This file needs Jinja and nothing else of the project, because it is also a program: it renders the
 conversations that it reads from its standard input, within limits of time and memory. See
-`_template_process.py`.
+`_chat.py`.
 """
 
 from __future__ import annotations

@@ -178,7 +178,6 @@ export class Chat {
       about ??= {
         drafter: body.drafter,
         drafters: settings.model.drafters,
-        accent: settings.accent(body.drafter),
         markdown: settings.model.chat_template,
         context: settings.model.max_model_len,
       };
@@ -236,7 +235,7 @@ class AnswerView {
   /**
    * @param {Panel} panel Shows the steps.
    * @param {Run} run The request.
-   * @param {{drafter: string, drafters: string[], accent: string, markdown: boolean, context: number}} about
+   * @param {{drafter: string, drafters: string[], markdown: boolean, context: number}} about
    * @param {{again: () => void, goOn: () => void}} actions Answer once more; continue a cut answer.
    */
   constructor(panel, run, about, { again, goOn }) {
@@ -258,7 +257,6 @@ class AnswerView {
     this.#thoughts.hidden = true;
     for (const each of [place, thought]) linkTokens(each, run, panel, () => panel.show(run, about));
     this.root.append(this.#thoughts, place, footer);
-    this.root.classList.add(about.accent);
     // Screen readers read the answer when it is complete.
     this.root.ariaBusy = "true";
     this.#figures.textContent = "…";

@@ -8,12 +8,6 @@ export function element(kind, text = "", classes = "") {
   return made;
 }
 
-/** Gives an element the colour of a drafter, in place of an earlier one. */
-export function setAccent(target, accent) {
-  target.classList.remove(...[...target.classList].filter((name) => name.startsWith("accent-")));
-  target.classList.add(accent);
-}
-
 /** Calls `send` when a form is submitted, also by Enter in its text; `stop` by its button. */
 export function onSend(form, send, stop) {
   form.addEventListener("submit", (event) => {

@@ -1,4 +1,4 @@
-import { element, setAccent } from "./elements.js";
+import { element } from "./elements.js";
 import { explain, UNDRAFTED } from "./reasons.js";
 import { accepted, stepsOf } from "./run.js";
 import { drawSteps, drawTree, pathsOf, stepAt } from "./tree.js";
@@ -92,12 +92,11 @@ export class Panel {
    * Shows the steps of a run up to now.
    *
    * @param {Run} run The run.
-   * @param {{drafter: string, drafters: string[], accent: string}} about
+   * @param {{drafter: string, drafters: string[]}} about
    */
-  show(run, { drafter, drafters, accent }) {
+  show(run, { drafter, drafters }) {
     const find = (selector) => this.#root.querySelector(selector);
     const { rounds } = run, drafted = rounds.filter((round) => round.tree);
-    setAccent(this.#root, accent);
     find(".why").textContent = explain(rounds, run.usage, drafter, drafters);
     if (run !== this.#run) this.#picked = this.#previewed = null;
     this.#run = run;

@@ -10,14 +10,6 @@ export const UNDRAFTED = {
   empty: "there was nothing to propose",
   last_token: "only one token was left",
 };
-const FALLBACKS = {
-  drafter_unavailable: "The drafter cannot be reached.",
-  drafter_refused: "The drafter refused this model or text; its log says why.",
-  drafter_timeout: "The drafter was slower than its deadline.",
-  drafter_hung: "The drafter does not answer.",
-  malformed_tree: "The drafter sent an invalid tree.",
-  invalid_tree: "The drafter sent an invalid tree.",
-};
 
 /**
  * What to say about steps without a tree; empty if there is nothing to say.
@@ -47,6 +39,6 @@ export function explain(rounds, usage, drafter, drafters) {
   return [
     drafted ? `${plain} of ${stepsOf(rounds)} steps were not drafted, most because ${why}.`
       : `Nothing is drafted: ${why}.`,
-    ...new Set(failures.map((failure) => FALLBACKS[failure] ?? "")),
+    failures.length ? `Failures: ${failures.join(", ")}; the logs say why.` : "",
   ].join(" ").trim();
 }

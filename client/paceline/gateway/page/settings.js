@@ -2,7 +2,6 @@
 
 import { keep, kept } from "./kept.js";
 
-const ACCENTS = 5; // colours of drafters in style.css
 // Settings that a reload keeps. The API key is not one of them.
 const KEPT = ["drafter", "temperature", "seed", "max_tokens", "system"];
 
@@ -59,12 +58,6 @@ export class Settings {
   askForKey() {
     this.#details.open = true;
     this.#form.elements.key.focus();
-  }
-
-  /** Name of the CSS class with the colour of a drafter. */
-  accent(drafter) {
-    const index = this.#model?.drafters.indexOf(drafter) ?? -1;
-    return `accent-${Math.max(0, index) % ACCENTS}`;
   }
 
   /**
