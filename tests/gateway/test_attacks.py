@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from .slow_gateway import TEXT
 
 USER = {"role": "user", "content": "a"}
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-RESPONSE_CALL = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
 PART = {"type": "text", "text": ""}
 TOOL = {"type": "function", "function": {"name": "f"}}
 
@@ -57,21 +57,12 @@ ATTACKS: dict[str, Callable[[], tuple[str, bytes]]] = {
         chat(messages=[{"role": "assistant", "tool_calls": [CALL] * 40_000}]),
     ),
     "chat's variables": lambda: ("chat/completions", chat(chat_template_kwargs=names(60_000))),
-    "calls of a response": lambda: ("responses", asked(input=[RESPONSE_CALL] * 55_000)),
-    "tools of a response": lambda: ("responses", asked(input="a", tools=[{}] * 80_000)),
     "prompts": lambda: ("completions", b'{"prompt":[' + b'"",' * 999_999 + b'""]}'),
-    "lists of lists": lambda: ("completions", b'{"prompt":[' + b"[[]]," * 700_000 + b"[]]}"),
     "depth": lambda: ("completions", b'{"metadata":' + b"[" * 1_500_000 + b"]" * 1_500_000 + b"}"),
-    "half a depth": lambda: ("completions", b'{"metadata":' + b'{"":' * 100 + b"1" + b"}" * 100),
     "a long prompt": lambda: ("completions", asked(prompt="ab c" * 100_000)),
-    "token ids": lambda: ("completions", asked(prompt=[999] * 500_000)),
     "an echo": lambda: ("completions", asked(prompt="ab c" * 9000, echo=True, logprobs=20)),
     "a text without an end": lambda: ("completions", b'{"prompt":"' + b'\\"' * 2_000_000),
-    "blanks": lambda: ("completions", b" " * (4 << 20)),
-    "biases": lambda: (
-        "completions",
-        asked(prompt="a", logit_bias=dict.fromkeys(range(140_000), 1)),
-    ),
+    "biases": lambda: ("completions", asked(prompt="a", logit_bias=names(140_000))),
     "stop strings": lambda: ("completions", asked(prompt="a", stop=["a"] * 700_000)),
     "long stop strings": lambda: ("completions", asked(prompt="a", stop=["a" * 200_000] * 16)),
     "choices": lambda: ("completions", asked(prompt="a", guided_choice=["a"] * 700_000)),
@@ -80,20 +71,14 @@ ATTACKS: dict[str, Callable[[], tuple[str, bytes]]] = {
         asked(prompt=["a"] * 64, guided_json={"enum": ["x" * 30] * 9000}),
     ),
     "unknown fields": lambda: ("completions", asked(prompt="a", **names(60_000))),
-    "members": lambda: ("completions", asked(prompt="a", metadata=names(150_000))),
     "a long name": lambda: ("completions", asked(prompt="a", model="x" * 3_000_000)),
-    "a long unknown name": lambda: ("completions", asked(prompt="a", **{"x" * 3_000_000: 1})),
 }
 
 
+@dataclass
 class Attacked:
-    def __init__(self, url: str, process: psutil.Process) -> None:
-        self.url = url
-        self.process = process
-
-    @property
-    def memory(self) -> int:
-        return self.process.memory_info().rss
+    url: str
+    process: psutil.Process
 
     async def stream(self, session: aiohttp.ClientSession) -> str:
         body = {"prompt": "a", "max_tokens": 2000, "stream": True}
@@ -140,11 +125,10 @@ def attacked() -> Iterator[Attacked]:
 async def test_texts_of_others_go_on(attacked: Attacked, name: str) -> None:
     path, content = ATTACKS[name]()
     async with aiohttp.ClientSession() as session:
-        assert await attacked.stream(session) == TEXT
-        before = attacked.memory
+        before = attacked.process.memory_info().rss
         attack = asyncio.create_task(attacked.post(session, path, content))
         while not attack.done():
             assert await attacked.stream(session) == TEXT
         assert await attack in (200, 400)
         assert await attacked.stream(session) == TEXT
-        assert attacked.memory < 2 * before
+        assert attacked.process.memory_info().rss < 2 * before

@@ -21,7 +21,6 @@ from paceline.v1 import verifier_pb2
 from .conftest import Serve, Served
 from .test_tools import PLAIN
 
-COMPLETIONS = "/v1/completions"
 SCRIPTS = ("text/javascript", "application/javascript")
 TEMPLATE = """{{ bos_token }}{% for message in messages %}
 {% if message.content == "refuse" %}
@@ -91,26 +90,6 @@ async def test_a_model_without_a_template_is_a_bad_request(serve: Serve) -> None
     assert raised.value.code == "no_chat_template"
 
 
-async def test_rounds_are_streamed_on_request(served: Served) -> None:
-    stream = await served.openai.completions.create(
-        model="mock",
-        prompt="abc",
-        stream=True,
-        stream_options={"include_rounds": True},  # type: ignore[typeddict-unknown-key]
-    )
-    told = [
-        round async for event in stream for round in event.choices[0].model_dump().get("rounds", [])
-    ]
-    assert "".join(piece for round in told for piece in round["pieces"]) == "ABC"
-    assert {who for round in told for who in round["proposed_by"]} == {"verifier"}
-    assert [round["tree"] for round in told] == [None] * len(told)
-    assert {round["undrafted"] for round in told} == {None, "no_drafter"}
-    # All but the first token, which is the prefill's, come of a step each.
-    assert sum(round["steps"] for round in told) == 3
-    tokens = [token for round in told for token in round["token_ids"]]
-    assert tokens == [*b"ABC", MockTransport.END]
-
-
 async def test_the_page_is_whole_and_connects_to_this_gateway_only(serve: Serve) -> None:
     """Its files need no key, and there is nothing else below its path."""
     async with serve(MockTransport("x"), api_key="secret") as served:
@@ -141,38 +120,29 @@ async def test_a_wrong_model_and_a_wrong_path(served: Served) -> None:
     assert model.model_extra["batch_invariance_reason"] == ""
 
 
-async def test_only_json_of_a_bounded_size_is_read(serve: Serve) -> None:
-    async with serve(MockTransport("x"), max_body_bytes=2000) as served:
-        for status, body, kind in (
-            (415, b'{"model": "mock", "prompt": "a"}', "text/plain"),
-            (413, b" " * 2001, "application/json"),
-            (400, b"{", "application/json"),
-        ):
-            headers = {"Content-Type": kind}
-            found, _, text = await served.ask("POST", COMPLETIONS, data=body, headers=headers)
-            assert found == status
-            assert json.loads(text)["error"].keys() == {"message", "type", "param", "code"}
-
-
 @pytest.mark.parametrize(
-    ("body", "headers", "message"),
+    ("status", "body", "headers", "message"),
     [
-        (b'{"prompt": "\\ud800"}', {}, "surrogate"),
-        (b'{"prompt": "a", "metadata": {"a": NaN}}', {}, "NaN"),
-        (b'{"prompt": "a", "metadata": {"a": 1e999}}', {}, "too large"),
-        (b'{"prompt": "a"}', {"Content-Encoding": "gzip"}, "encoding"),
-        (b"[" * 100, {}, "JSON"),
-        (b"[" * 100_000, {}, "nested"),
+        (415, b'{"prompt": "a"}', {"Content-Type": "text/plain"}, "application/json"),
+        (413, b" " * 200_001, {}, "longer than --max-body"),
+        (400, b"{", {}, "JSON"),
+        (400, b'{"prompt": "\\ud800"}', {}, "surrogate"),
+        (400, b'{"prompt": "a", "metadata": {"a": NaN}}', {}, "NaN"),
+        (400, b'{"prompt": "a", "metadata": {"a": 1e999}}', {}, "too large"),
+        (400, b'{"prompt": "a"}', {"Content-Encoding": "gzip"}, "encoding"),
+        (400, b"[" * 100_000, {}, "nested"),
     ],
 )
-async def test_bodies_that_are_no_json(
-    served: Served, body: bytes, headers: dict[str, str], message: str
+async def test_only_json_of_a_bounded_size_is_read(
+    serve: Serve, status: int, body: bytes, headers: dict[str, str], message: str
 ) -> None:
-    headers = {"Content-Type": "application/json", **headers}
-    given: dict[str, Any] = {"data": body, "headers": headers, "compress": False}
-    status, _, text = await served.ask("POST", COMPLETIONS, **given)
-    assert status == 400
-    assert message in json.loads(text)["error"]["message"]
+    async with serve(MockTransport("x"), max_body_bytes=200_000) as served:
+        headers = {"Content-Type": "application/json", **headers}
+        given: dict[str, Any] = {"data": body, "headers": headers, "compress": False}
+        found, _, text = await served.ask("POST", "/v1/completions", **given)
+    error = json.loads(text)["error"]
+    assert (found, error.keys()) == (status, {"message", "type", "param", "code"})
+    assert message in error["message"]
 
 
 async def test_the_api_key_is_required(serve: Serve) -> None:

@@ -13,11 +13,9 @@ from openai.types.completion_create_params import CompletionCreateParamsStreamin
 from openai.types.responses.response_create_params import ResponseCreateParamsStreaming as Responses
 
 from paceline.gateway.bodies import Body, Refused
-from paceline.gateway.requests import ChatRequest, CompletionRequest
-from paceline.gateway.responses_api import ResponsesRequest
 
 from .conftest import Serve, Served
-from .test_requests import VALID
+from .test_requests import KINDS, VALID
 
 TEMPLATE = (
     "{{ reasoning_effort }}{% for t in tools or () %}[{{ t.function.name }}]{% endfor %}"
@@ -25,11 +23,7 @@ TEMPLATE = (
     "{% for c in m.tool_calls or () %}{{ c.function.name }}{{ c.function.arguments | tojson }}"
     "{% endfor %}{{ m.content }}{% endfor %}<assistant>"
 )
-KINDS: dict[str, tuple[Any, type[Body]]] = {
-    "chat/completions": (Chat, ChatRequest),
-    "completions": (Completion, CompletionRequest),
-    "responses": (Responses, ResponsesRequest),
-}
+THEIRS = {"chat/completions": Chat, "completions": Completion, "responses": Responses}
 IGNORED = {
     "chat/completions": {
         *("audio", "moderation", "prediction", "prompt_cache_options", "prompt_cache_retention"),
@@ -78,8 +72,7 @@ def sent(served: Served) -> str:
 
 @pytest.mark.parametrize("path", KINDS)
 async def test_every_field(served: Served, path: str) -> None:
-    theirs, kind = KINDS[path]
-    names = set(get_type_hints(theirs))
+    kind, names = KINDS[path], set(get_type_hints(THEIRS[path]))
     assert names - kind.model_fields.keys() == IGNORED[path]
     for name in sorted(IGNORED[path]):
         status, headers, _ = await served.post(f"/v1/{path}", **VALID[path], **{name: {"a": 1}})

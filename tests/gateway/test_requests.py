@@ -8,7 +8,7 @@ import openai
 import pytest
 from fakes.transport import MockTransport
 
-from paceline.gateway.bodies import parse_request
+from paceline.gateway.bodies import Body, parse_request
 from paceline.gateway.errors import ApiError
 from paceline.gateway.requests import ChatRequest, CompletionRequest, Message, Tool
 from paceline.gateway.responses_api import ResponsesRequest
@@ -36,6 +36,11 @@ VALID: dict[str, dict[str, Any]] = {
     "completions": {"prompt": "a"},
     "responses": {"input": "a"},
 }
+KINDS: dict[str, type[Body]] = {
+    "chat/completions": ChatRequest,
+    "completions": CompletionRequest,
+    "responses": ResponsesRequest,
+}
 ACCEPTED: dict[str, list[dict[str, Any]]] = {
     "chat/completions": [
         {"messages": [USER]},
@@ -56,7 +61,6 @@ ACCEPTED: dict[str, list[dict[str, Any]]] = {
         {"prompt": [97, 98]},
         {"prompt": [[97], [98, 99]]},
         {"prompt": ["a", "b"], "echo": True, "logprobs": 0},
-        {"prompt": "a", "logprobs": 20},
         {"prompt": "a", "logit_bias": {"97": -100}},
         {"prompt": "a", "suffix": ""},
     ],
@@ -64,7 +68,6 @@ ACCEPTED: dict[str, list[dict[str, Any]]] = {
         {"input": "a"},
         {"input": [USER], "instructions": "b", "truncation": "disabled"},
         {"input": [{"type": "reasoning", "id": "r", "summary": []}, USER]},
-        {"input": "a", "text": {"format": {"type": "json_object"}}},
         {"input": [{**USER, "type": None}]},
         {"input": "a", "truncation": "auto", "previous_response_id": "", "background": False},
         {"input": "a", "reasoning": {"effort": "high"}},
@@ -91,16 +94,11 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str, str]]] = {
     "chat/completions": [
         ({}, "messages", "required"),
         ({"messages": []}, "messages", "at least 1 item"),
-        ({"messages": None}, "messages", "required"),
         ({"messages": "a"}, "messages", "list"),
         ({"messages": [1]}, "messages.0", "valid object"),
         ({"messages": [{}]}, "messages.0.role", "required"),
-        ({"messages": [{"content": "a"}]}, "messages.0.role", "required"),
-        ({"messages": [{"role": "robot", "content": "a"}]}, "messages.0.role", "'user'"),
-        ({"messages": [{**USER, "content": 1}]}, "messages.0.content", "string"),
         ({"messages": [{**USER, "content": [IMAGE]}]}, "messages.0.content.0", "'image_url'"),
         ({"stop": ["a"] * 17}, "stop", "at most 16 items"),
-        ({"guided_regex": ""}, "guided_regex", "at least 1 character"),
         ({"guided_json": ""}, "guided_json", "at least 1 character"),
         ({"structured_outputs": {"grammar": ""}}, "structured_outputs.grammar", "at least 1"),
         ({"max_tokens": -1}, "max_tokens", "greater than or equal to 1"),
@@ -110,7 +108,6 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"logit_bias": {"text": 1}}, "logit_bias", "pattern"),
         ({"response_format": {"type": "sound"}}, "response_format", "'json_schema'"),
         ({"response_format": {"type": "json_object", "schema": 1}}, "response_format", "dict"),
-        ({"response_format": {"type": "json_schema"}}, "response_format", "required"),
         ({"modalities": ["audio"]}, "modalities.0", "'text'"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         (
@@ -147,7 +144,6 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str, str]]] = {
     ],
     "completions": [
         ({}, "prompt", "required"),
-        ({"prompt": None}, "prompt", "required"),
         ({"prompt": ""}, "prompt", "empty"),
         ({"prompt": []}, "prompt", "at least 1 item"),
         ({"prompt": [[]]}, "prompt", "valid string"),
@@ -156,18 +152,14 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"prompt": [97, "a"]}, "prompt.1", "valid integer"),
         ({"prompt": [-1]}, "prompt", "valid string"),
         ({"prompt": "a", "logprobs": 21}, "logprobs", "less than or equal to 20"),
-        ({"prompt": "a", "n": 0}, "n", "greater than or equal to 1"),
         ({"prompt": "a", "n": 65}, "n", "64"),
+        ({"prompt": "a", "guided_regex": "a", "guided_json": {}}, "response_format", "one"),
         ({"prompt": ["a"] * 1000, "n": 2}, "n", "2000 texts"),
         ({"prompt": "a", "temperature": -1}, "temperature", ">= 0"),
         ({"prompt": "a", "temperature": "hot"}, "temperature", "valid number"),
         ({"prompt": "a", "top_p": 1.1}, "top_p", "in (0, 1]"),
-        ({"prompt": "a", "min_p": 1.1}, "min_p", "in [0, 1]"),
-        ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty", "> 0"),
         ({"prompt": "a", "seed": 1 << 64}, "seed", "less than"),
-        ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "pattern"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens", "echo"),
-        ({"prompt": "a", "guided_regex": "a", "guided_json": {}}, "response_format", "one"),
         ({"prompt": "a", "stream_options": {"include_usage": 1}}, "stream_options", "boolean"),
         ({"prompt": "a", "stop": ""}, "stop", "at least 1 character"),
         ({"prompt": "a", "suffix": "b"}, "suffix", "no tokens"),
@@ -185,7 +177,6 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "needs a schema"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "stored"),
         ({"background": True}, "background", "stored"),
-        ({"conversation": "conv_1"}, "conversation", "stored"),
         ({"conversation": {"id": "conv_1"}}, "conversation", "stored"),
         ({"prompt": {"id": "pmpt_1"}}, "prompt", "stored"),
         ({"truncation": "some"}, "truncation", "'disabled'"),
@@ -244,31 +235,15 @@ async def test_the_last_message_is_continued(serve: Serve) -> None:
         assert raised.value.param == "continue_final_message"
 
 
-async def test_every_optional_field_may_be_null(served: Served) -> None:
-    names = (
-        *("model", "n", "temperature", "top_p", "presence_penalty", "frequency_penalty"),
-        *("logit_bias", "seed", "stop", "stream", "stream_options", "top_k", "min_p"),
-        *("repetition_penalty", "stop_token_ids", "ignore_eos", "drafter", "user", "metadata"),
-        *("store", "response_format", "structured_outputs", "guided_json", "guided_regex"),
-        *("guided_choice", "guided_grammar", "json_schema", "grammar", "max_tokens", "logprobs"),
-        *("service_tier", "prompt_cache_key", "never_heard_of"),
-    )
-    nulls: dict[str, Any] = dict.fromkeys(names)
-    for path, body in (
-        ("/completions", {"prompt": "a", "echo": None}),
-        (
-            "/chat/completions",
-            {
-                "messages": [{"role": "user", "content": "a", "name": None, "tool_calls": None}],
-                **dict.fromkeys(("tools", "tool_choice", "parallel_tool_calls", "top_logprobs")),
-                **dict.fromkeys(("max_completion_tokens", "modalities", "chat_template_kwargs")),
-            },
-        ),
-        ("/responses", {"input": "a", **dict.fromkeys(("instructions", "text", "reasoning"))}),
-    ):
-        status, headers, answer = await served.post(f"/v1{path}", **nulls, **body)
-        assert status == 200, answer
-        assert "x-paceline-warning" not in headers
+@pytest.mark.parametrize("path", KINDS)
+async def test_every_optional_field_may_be_null(served: Served, path: str) -> None:
+    nulls = dict.fromkeys([*KINDS[path].model_fields, "never_heard_of"])
+    status, headers, answer = await served.post(f"/v1/{path}", **{**nulls, **VALID[path]})
+    assert status == 200, answer
+    assert "x-paceline-warning" not in headers
+    if path == "chat/completions":
+        message = {**USER, "name": None, "tool_calls": None}
+        assert (await served.post(f"/v1/{path}", messages=[message]))[0] == 200
 
 
 async def test_unknown_fields_are_named_in_a_header(served: Served) -> None:
@@ -454,9 +429,8 @@ def places(value: Any, half: str) -> Iterator[Any]:
 
 @pytest.mark.parametrize("encoding", ["escaped", "utf-8", "utf-16", "utf-32-be"])
 def test_half_a_surrogate_pair_is_refused_wherever_it_is(encoding: str) -> None:
-    kinds = {"completions": CompletionRequest, "chat/completions": ChatRequest}
     more = {"user": "a", "stop": ["a"], "tools": [CLOCK], "guided_json": {"enum": ["a"]}}
-    for path, kind in {**kinds, "responses": ResponsesRequest}.items():
+    for path, kind in KINDS.items():
         for body in (*ACCEPTED[path], more):
             for half in ("\ud83d", "\udfff"):
                 for changed in places(body, half):

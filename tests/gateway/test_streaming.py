@@ -72,6 +72,12 @@ async def test_rounds_of_a_message_are_one_event(serve: Serve) -> None:
     told = [each for group in rounds for each in group]
     assert "".join(piece for each in told for piece in each["pieces"]) == "abcdefghij"
     assert [each["index"] for each in told] == [*range(len(told))]
+    assert [each["tree"] for each in told] == [None] * len(told)
+    assert {each["undrafted"] for each in told} == {None, "no_drafter"}
+    assert {who for each in told for who in each["proposed_by"]} == {"verifier"}
+    assert sum(each["steps"] for each in told) == 10, "all but the first token, the prefill's"
+    tokens = [token for each in told for token in each["token_ids"]]
+    assert tokens == [*b"abcdefghij", MockTransport.END]
     assert "".join(event["delta"].get("content") or "" for event in events) == "abcdefghij"
 
 

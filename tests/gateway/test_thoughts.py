@@ -12,7 +12,7 @@ from paceline.gateway.requests import ToolUse
 from paceline.gateway.tool_calls import THOUGHTS, Part
 
 from .conftest import Serve
-from .test_call_forms import FORMS, HARMONY, TOOLS, USE, Harmony, parsed
+from .test_call_forms import FORMS, TOOLS, USE, Harmony, parsed
 
 TEMPLATE = "{% for m in messages %}{{ m.reasoning_content }}{{ m.content }}{% endfor %}{{ tools }}"
 ASK = [{"role": "user", "content": "x"}]
@@ -20,17 +20,27 @@ NONE, NAMED = ToolUse([], "none"), ToolUse(TOOLS, "named", name="weather")
 NAME: Any = {"type": "function", "function": {"name": "weather"}}
 
 
-@pytest.mark.parametrize(("mark", "end"), THOUGHTS.items())
-@pytest.mark.parametrize("opened", [True, False])
+FINAL = "<|end|><|start|>assistant<|channel|>final<|message|>"
+FORMS_OF_THOUGHTS = [
+    # What begins and ends a thought, and whether the template begins it.
+    *((mark, end, opened) for mark, end in THOUGHTS.items() for opened in (True, False)),
+    ("<|channel|>analysis<|message|>", FINAL, False),
+]
+
+
+@pytest.mark.parametrize(("mark", "end", "opened"), FORMS_OF_THOUGHTS)
 async def test_a_thought_is_apart_from_the_answer(
     serve: Serve, mark: str, end: str, opened: bool
 ) -> None:
     """In chats and responses, whole and streamed, with and without tools."""
     reply = mark * (not opened) + f"\nHm. {{}}\n{end}\n\nNo.\n"
     tokens = len(mark) * (not opened) + len(f"\nHm. {{}}\n{end}")  # of a character each
+    transport: MockTransport = MockTransport(reply)
+    if end == FINAL:  # whose marks are tokens
+        transport, tokens = Harmony(f"{mark}Hm. {{}}{end}No.\n"), len("Hm. {}") + 1
     flat: Any = {"type": "function", **TOOLS[0].function.model_dump()}
     template = TEMPLATE + f"{mark}\n" * opened
-    async with serve(MockTransport(reply), chat_template=template) as served:
+    async with serve(transport, chat_template=template) as served:
         for tools in ((), TOOLS):
             asked = {"messages": ASK, "tools": [tool.model_dump() for tool in tools]}
             status, _, whole = await served.post("/v1/chat/completions", **asked)
@@ -61,14 +71,6 @@ async def test_a_thought_is_apart_from_the_answer(
 
         await served.post("/v1/chat/completions", messages=[*ASK, message, *ASK])
         assert "xHm. {}No.\nx" in bytes(served.transport.requests[-1].prompt_tokens).decode()
-
-
-async def test_tokens_of_channels_are_counted(serve: Serve) -> None:
-    text, (_, thought, _) = HARMONY[0]
-    async with serve(Harmony(text), chat_template=TEMPLATE) as served:
-        _, _, whole = await served.post("/v1/chat/completions", messages=ASK)
-    counted = whole["usage"]["completion_tokens_details"]["reasoning_tokens"]
-    assert counted == len(thought) + 1  # the mark that ends it is a token
 
 
 @pytest.mark.parametrize("use", [NONE, USE, NAMED], ids=["none", "auto", "named"])
