@@ -11,14 +11,14 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 BUDGET = {
-    "kernels": 10_722,
-    "services/common": 18_146,
-    "services/verifier": 10_248,
+    "kernels": 10_016,
+    "services/common": 17_765,
+    "services/verifier": 10_257,
     "services/drafter": 10_041,
-    "client": 17_599,
+    "client": 17_563,
     "train": 5_972,
-    "bench": 6_486,
-    "tests": 51_498,
+    "bench": 6_512,
+    "tests": 50_590,
 }  # maximum number of lines
 SLACK = 0.01  # a folder that is smaller than its budget by a larger share lowers it
 _PRODUCT = ("kernels", "services", "client")
