@@ -25,7 +25,7 @@ from paceline.train.corpus import Corpus, load_tokenizer
 from paceline.train.dspark import DSparkTrainer
 from paceline.train.eagle3 import Eagle3Trainer
 from paceline.train.longspec import LongSpecTrainer
-from paceline.train.own_text import Task, write_texts
+from paceline.train.own_text import Task, own_texts, write_texts
 from paceline.train.presets import Stage
 from paceline.train.recipes.dspark import DSparkPreset
 from paceline.train.recipes.eagle3 import Eagle3Preset
@@ -239,3 +239,18 @@ def test_dspark_from_given_conversations(
         wider.train(corpus, make_run("wider", 1), tmp_path / "wider", [own], out)
     with pytest.raises(ValueError, match="is a dspark drafter, expected longspec"):
         other.train(corpus, make_run("third", 8), tmp_path / "third", [own], out)
+
+
+def test_own_texts_are_what_the_target_emits(target: Path, tmp_path: Path) -> None:
+    """Each text is the same as when it is written alone."""
+    decoder = load_decoder(target)
+    document, path = list(range(1, 201)), tmp_path / "own.safetensors"
+    texts = own_texts(decoder, [document], 3, 0, path)
+    for number, text in enumerate(texts):
+        assert text[:128] == list(range(text[0], text[0] + 128))
+        task = Task(text[:128], SamplingRules(temperature=number % 2, seed=number), 384)
+        [(_, alone)] = write_texts(decoder, [task], stop=0)
+        assert text[128:] == [token for token in alone if token]
+    assert own_texts(decoder, [], 3, 0, path) == texts, "read from the file"
+    with pytest.raises(ValueError, match="no document has 128 tokens"):
+        own_texts(decoder, [[1, 2]], 1, 0, tmp_path / "other.safetensors")

@@ -63,12 +63,10 @@ def test_a_target_of_every_form_writes_conversations(
     assert read_conversations(out)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("lacks", ["model", "tokenizer", "template"])
 def test_a_target_that_does_not_fit_is_refused_before_it_is_loaded(
-    command: str, lacks: str, target: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    lacks: str, target: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def load(*args: object) -> None:
         raise AssertionError("the target is loaded")
 
@@ -78,7 +76,7 @@ def test_a_target_that_does_not_fit_is_refused_before_it_is_loaded(
         for file in target.glob("tokenizer*"):
             file.unlink()
     given = target.with_name("none") if lacks == "model" else target
-    options = ["--out", "out", *COMMANDS[command]]
     expected = {"model": "config.json", "tokenizer": "no tokenizer", "template": "chat template"}
-    assert train(command, "--target", str(given), *options) == 1
-    assert expected[lacks] in capsys.readouterr().err
+    for command, options in COMMANDS.items():
+        assert train(command, "--target", str(given), "--out", "out", *options) == 1
+        assert expected[lacks] in capsys.readouterr().err
