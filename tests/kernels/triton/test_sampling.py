@@ -35,7 +35,7 @@ COARSE = FINE | {"vocab": 1500, "coarse": True, "dtype": torch.bfloat16, "seed":
 
 
 # Shrinking takes minutes in Triton's interpreter.
-@settings(max_examples=8, phases=set(Phase) - {Phase.shrink})
+@settings(max_examples=4, phases=set(Phase) - {Phase.shrink})
 @example(params=[ONE, FLAT], **FINE)
 # Sums of floats kept 15 tokens here and 16 there.
 @example(params=[SamplingRules(temperature=0.3, top_p=0.999)], **FINE | {"seed": 314, "bests": 64})
@@ -102,7 +102,7 @@ def test_extreme_parameters_and_logits_give_the_tokens_of_the_cpu(place: float |
         assert int(tokens.argmax()) == choose_token(row, params, 5, NONE)
 
 
-@settings(max_examples=8, phases=set(Phase) - {Phase.shrink})
+@settings(max_examples=4, phases=set(Phase) - {Phase.shrink})
 @given(
     params=sampling_rules().filter(lambda each: not each.greedy),
     position=st.integers(0, 2**40),
@@ -113,10 +113,10 @@ def test_extreme_parameters_and_logits_give_the_tokens_of_the_cpu(place: float |
 def test_drafts_are_accepted_or_replaced_as_on_the_cpu(
     params: SamplingRules, position: int, vocab: int, kind: str, seed: int
 ) -> None:
-    """Of eight drafts, with a row between them that has none."""
+    """Of three drafts, with a row between them that has none."""
     torch.manual_seed(seed)
-    logits = 2 * torch.randn(9, vocab)
-    rows = [0, 1, 2, 3, 5, 6, 7, 8]
+    logits = 2 * torch.randn(4, vocab)
+    rows = [0, 1, 3]
     drafted = {}
     for row in rows:
         other = filter_logits(logits[row], params, NONE)
@@ -125,23 +125,23 @@ def test_drafts_are_accepted_or_replaced_as_on_the_cpu(
         proposal = Proposal.likeliest(other, 40)
         token = proposal.draw(params.seed, position + row)
         drafted[row] = token, Proposal.certain(token) if kind == "certain" else proposal
-    positions = [position + row for row in range(9)]
+    positions = [position + row for row in range(4)]
     with pytest.MonkeyPatch.context() as sizes:
         sizes.setattr(backend, "CHUNK", 512)
         sizes.setattr(backend, "BESTS", 16)
         scores = backend.perturbed(
-            logits, [params] * 9, [-1 if row in drafted else at for row, at in enumerate(positions)]
+            logits, [params] * 4, [-1 if row in drafted else at for row, at in enumerate(positions)]
         )
         tokens = scores.argmax(1)
         records = _draft_records(
-            drafted, [params.seed] * 8, [positions[row] for row in rows], vocab
+            drafted, [params.seed] * 3, [positions[row] for row in rows], vocab
         )
         backend.accept_drafts(scores, tokens, *records)
     expected = [
         accept_or_resample(logits[row], params, positions[row], NONE, *drafted[row])
         if row in drafted
         else choose_token(logits[row], params, positions[row], NONE)
-        for row in range(9)
+        for row in range(4)
     ]
     assert tokens.tolist() == expected
 
