@@ -46,7 +46,6 @@ from paceline.drafter.methods.mtp import MtpConfig, save_mtp
 from paceline.drafter.methods.mtp.config import load_mtp
 from paceline.kernels import (
     History,
-    choose_token,
     filter_logits,
     gumbel_noise_at,
     plan_trees,
@@ -143,9 +142,6 @@ def write_drafter(
 
 
 write_longspec = partial(write_drafter, "longspec")
-write_dspark = partial(write_drafter, "dspark")
-write_eagle3 = partial(write_drafter, "eagle3")
-write_mtp = partial(write_drafter, "mtp")
 
 
 def random_weights(model: DraftModel, seed: int) -> dict[str, Tensor]:
@@ -315,35 +311,6 @@ def target_kv(target: Path, config: LongSpecConfig, text: Sequence[int]) -> Fake
     kv = FakeKv(keys, values, len(text) - 1)
     kv.spoil(len(text) - 1)
     return kv
-
-
-class Oracle:
-    """The model as the target: one token at a time, each by a forward pass over the whole text."""
-
-    def __init__(self, drafter: Any, prompt: Sequence[int], sampling: Sampling) -> None:
-        self.text = list(prompt)
-        self.prompt = len(prompt)
-        self.drafter = drafter
-        self.params = sampling_rules(sampling)
-
-    def next_token(self, beyond: Sequence[int] = ()) -> int:
-        text = [*self.text, *beyond]
-        logits, _ = forward(self.drafter.decoder, text)
-        history = History(text[: self.prompt], text[self.prompt :])
-        return choose_token(logits, self.params, len(text), history)
-
-    def verify(self, tree: TokenTree) -> list[int]:
-        """Appends and returns the tokens that a verifier would emit for this tree."""
-        node, emitted = -1, []
-        while True:
-            token = self.next_token(emitted)
-            emitted.append(token)
-            right = [child for child in tree.children(node) if tree.tokens[child] == token]
-            if not right:
-                break
-            node = right[0]
-        self.text += emitted
-        return emitted
 
 
 LogitsAfter = Callable[[tuple[int, ...]], torch.Tensor]  # logits ``[V]`` after a drafted path

@@ -43,9 +43,7 @@ from .models import (
     made_up_states,
     recorded_kv,
     text_of,
-    write_dspark,
-    write_eagle3,
-    write_longspec,
+    write_drafter,
     write_model,
 )
 from .mtp_heads import write_target
@@ -67,6 +65,16 @@ METHODS = {
 }
 
 
+SHAPES: dict[str, dict[str, Any]] = {
+    "longspec": {"window": 16, "draft_vocab_size": 60},
+    "dspark": {"window": 24, "markov_rank": 4},
+    "dspark, heads": {"seed": 5, "markov_rank": 4, "confidence": True, "draft_vocab_size": 50},
+    "dspark, chain": {"markov_rank": 4, "confidence": True},
+    "dspark, no heads": {"confidence": False},
+    "eagle3": {"fc_norm": True, "draft_vocab_size": 50},
+}
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     base = tmp_path_factory.mktemp("gpu")
@@ -74,14 +82,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         "lm": target,
         "selfspec": target,
-        "longspec": write_longspec(base / "longspec", target, window=16, draft_vocab_size=60),
-        "dspark": write_dspark(base / "dspark", target, window=24, markov_rank=4),
-        "dspark, heads": write_dspark(
-            base / "heads", target, 5, markov_rank=4, confidence=True, draft_vocab_size=50
-        ),
-        "dspark, chain": write_dspark(base / "chain", target, markov_rank=4, confidence=True),
-        "dspark, no heads": write_dspark(base / "block", target, confidence=False),
-        "eagle3": write_eagle3(base / "eagle3", target, fc_norm=True, draft_vocab_size=50),
+        **{
+            name: write_drafter(name.partition(",")[0], base / name, target, **shape)
+            for name, shape in SHAPES.items()
+        },
         "mtp": write_target(base / "mtp", "MiMo"),
         "mtp, three heads": write_target(base / "heads of mtp", "DeepSeek, three heads"),
     }

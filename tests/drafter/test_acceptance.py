@@ -1,4 +1,4 @@
-"""Accepted lengths on recorded texts, against rounds with an oracle for a verifier."""
+"""Accepted lengths on recorded texts, against texts written token by token."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.drafter.methods.base import Budget, GenerationInfo, Update
+from paceline.drafter.methods.base import Budget, GenerationInfo
+from paceline.kernels import History, choose_token
+from paceline.text import sampling_rules
 from paceline.train.acceptance import accepted_per_round, record
 from paceline.tree import TokenTree, accepted_tokens
 
 from .models import (
     SAMPLINGS,
     VOCAB,
-    Oracle,
+    forward,
     load,
     start,
     target_kv,
@@ -33,31 +35,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
-def test_a_recording_equals_the_target_s_text(folder: Path, name: str) -> None:
-    drafter = load("lm", folder)
-    recording = record(drafter.decoder, text_of(20), COUNT, SAMPLINGS[name])
-    oracle = Oracle(drafter, text_of(20), SAMPLINGS[name])
-    expected: list[int] = []
-    for _ in range(COUNT):
-        expected.append(oracle.next_token(expected))
-    assert recording.tokens == [*text_of(20), *expected]
-
-
-@pytest.mark.parametrize("name", SAMPLINGS)
-def test_rounds_are_those_with_a_verifier(folder: Path, name: str) -> None:
-    """A drafter of other weights, so that some of its guesses fail."""
-    sampling = SAMPLINGS[name]
-    target = load("lm", folder)
+def test_rounds_are_those_of_the_target_s_text(folder: Path, name: str) -> None:
+    """Of a drafter of other weights, so that some of its guesses fail; the text is written one
+    token at a time, each by a pass over the whole text."""
+    sampling, prompt = SAMPLINGS[name], text_of(20)
+    decoder, history = load("lm", folder).decoder, History(prompt)
     drafter = load("lm", write_model(folder.parent / "other", seed=7), widths="4,4,4")
-    recording = record(target.decoder, text_of(20), COUNT, sampling)
-    oracle = Oracle(target, text_of(20), sampling)
-    oracle.text.append(oracle.next_token())
-    sequence = drafter.start(GenerationInfo(oracle.text, 20, VOCAB, sampling))
-    expected = []
-    while len(oracle.text) + 3 <= len(recording.tokens):
-        emitted = oracle.verify(sequence.draft(Budget(64, 3)))
-        expected.append(len(emitted) - 1)
-        sequence.extend(Update(emitted))
+    text = list(prompt)
+    for _ in range(COUNT):
+        logits, _ = forward(decoder, text)
+        text.append(choose_token(logits, sampling_rules(sampling), len(text), history))
+        history.push(text[-1])
+    recording = record(decoder, prompt, COUNT, sampling)
+    assert recording.tokens == text
+    length, expected = 21, []
+    while length + 3 <= len(text):
+        sequence = drafter.start(GenerationInfo(text[:length], 20, VOCAB, sampling))
+        tree = sequence.draft(Budget(64, 3))
+        expected.append(accepted_tokens(tree, text[length : length + 3]))
+        length += expected[-1] + 1
     assert accepted_per_round(drafter, recording) == expected
 
 

@@ -25,7 +25,7 @@ from .models import (
     made_up_states,
     start,
     text_of,
-    write_eagle3,
+    write_drafter,
     write_folder,
     write_model,
 )
@@ -138,7 +138,7 @@ def test_published_layouts_load(tmp_path: Path, layout: str) -> None:
 def test_an_own_head_is_used(tmp_path: Path) -> None:
     """A raw folder drafts the trees of this project's, whose head is the target's rows."""
     target = write_model(tmp_path / "target")
-    ours = write_eagle3(tmp_path / "ours", target, draft_vocab_size=40)
+    ours = write_drafter("eagle3", tmp_path / "ours", target, draft_vocab_size=40)
     stored, head = Checkpoint(ours, torch.float32), Checkpoint(target, torch.float32)
     ids = stored.stored("d2t")
     weights = {name.replace("layers.0", "midlayer"): stored[name] for name in stored}

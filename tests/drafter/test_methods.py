@@ -24,7 +24,6 @@ from paceline.drafter.methods.base import (
     GenerationInfo,
     LoadError,
     Resources,
-    Update,
 )
 from paceline.drafter.service import build_service
 from paceline.harness import ServiceProcess
@@ -156,15 +155,6 @@ DRAFTER: type[Drafter] = importlib.import_module("followers").FollowersDrafter
 def begin(text: list[int], **options: str) -> DraftSequence:
     drafter = DRAFTER.load(None, options, Resources())
     return drafter.start(GenerationInfo(text, len(text), 100))
-
-
-def test_it_drafts_what_came_before() -> None:
-    sequence = begin([1, 2, 3, 1, 2, 3, 1])
-    assert sequence.draft(Budget(nodes=3, depth=3)).tokens == (2, 3, 1)
-    sequence.extend(Update([4, 1, 4, 1]))
-    tree = sequence.draft(Budget(nodes=2, depth=1))
-    assert set(tree.tokens) == {2, 4}
-    tree.check(vocab_size=100)
 
 
 @given(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -47,6 +47,16 @@ def turned(x: Tensor, position: float) -> Tensor:
         out[i] = x[i] * angle.cos() - x[half + i] * angle.sin()
         out[half + i] = x[half + i] * angle.cos() + x[i] * angle.sin()
     return out
+
+
+def attended(q: Sequence[Tensor], keys: Sequence[Any], values: Sequence[Any]) -> Tensor:
+    """What six heads of a position read of positions with two heads each, one head at a time."""
+    heads = []
+    for number, head in enumerate(q):
+        scores = torch.stack([head @ key[number // 3] for key in keys]) / 8**0.5
+        shares = zip(scores.softmax(0), values, strict=True)
+        heads.append(sum(share * value[number // 3] for share, value in shares))
+    return torch.cat(heads)
 
 
 def convolved(
@@ -93,19 +103,17 @@ def by_hand(model: DSparkModel, embedded: Tensor, anchor: int, taps: Tensor) -> 
             for place, row in places
         ]  # fmt: skip
         values = [(w["self_attn.v_proj"] @ row).split(8) for _, row in places]
-        attended = []
+        outputs = []
         for place, row in enumerate(inputs):
-            heads, own = [], anchor + place
+            own = anchor + place
             oldest = (own if causal else anchor) - (window or 99)
             newest = own if causal else 99
             seen = [n for n, (at, _) in enumerate(places) if oldest <= at <= newest]
-            for head, part in enumerate((w["self_attn.q_proj"] @ row).split(8)):
-                q = turned(normed(part, w["self_attn.q_norm"]), anchor + place)
-                scores = torch.stack([q @ keys[n][head // 3] for n in seen]) / 8**0.5
-                shares = zip(scores.softmax(0), seen, strict=True)
-                heads.append(sum(share * values[n][head // 3] for share, n in shares))
-            attended.append(w["self_attn.o_proj"] @ torch.cat(heads))
-        after = convolved(model, f"layers.{number}.attention_conv", attended, first, 1)
+            parts = (w["self_attn.q_proj"] @ row).split(8)
+            q = [turned(normed(part, w["self_attn.q_norm"]), own) for part in parts]
+            read = attended(q, [keys[n] for n in seen], [values[n] for n in seen])
+            outputs.append(w["self_attn.o_proj"] @ read)
+        after = convolved(model, f"layers.{number}.attention_conv", outputs, first, 1)
         x = [row + more for row, more in zip(x, after, strict=True)]
         first = [normed(row, w["post_attention_layernorm"]) for row in x]
         gated = []
@@ -246,23 +254,17 @@ def test_one_token_by_hand(model: LongSpecModel) -> None:
     def project(row: Tensor, name: str) -> Tensor:
         return w[f"layers.0.{name}.weight"] @ row
 
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        heads = []
-        for head in range(6):
-            at = head // 3
-            weights = (k[at] @ turned(q.view(6, 8)[head], 7.0) / 8**0.5).softmax(0)
-            heads.append(weights @ v[at])
-        return torch.cat(heads)
+    def turned_heads(row: Tensor, place: int) -> list[Tensor]:
+        return [turned(head, place) for head in row.split(8)]
 
-    rows = [norm(x[0, t], "layers.0.input_layernorm") for t in range(3, 8)]
-    k = torch.stack([project(row, "self_attn.k_proj").view(2, 8) for row in rows], dim=1)
-    k = torch.stack([torch.stack([turned(k[h, t], 3.0 + t) for t in range(5)]) for h in range(2)])
-    v = torch.stack([project(row, "self_attn.v_proj").view(2, 8) for row in rows], dim=1)
-    out = x[0, 7]
-    seen = attention(project(rows[-1], "self_attn.q_proj"), k, v)
-    out = out + project(seen, "self_attn.o_proj")
-    q = project(norm(out, "layers.0.cross_layernorm"), "cross_attn.q_proj")
-    out = out + project(attention(q, keys[0], values[0]), "cross_attn.o_proj")
+    rows = [norm(x[0, place], "layers.0.input_layernorm") for place in range(3, 8)]
+    k = [turned_heads(project(row, "self_attn.k_proj"), at) for at, row in enumerate(rows, 3)]
+    v = [project(row, "self_attn.v_proj").split(8) for row in rows]
+    q = turned_heads(project(rows[-1], "self_attn.q_proj"), 7)
+    out = x[0, 7] + project(attended(q, k, v), "self_attn.o_proj")
+    q = turned_heads(project(norm(out, "layers.0.cross_layernorm"), "cross_attn.q_proj"), 7)
+    known = attended(q, keys[0].unbind(1), values[0].unbind(1))
+    out = out + project(known, "cross_attn.o_proj")
     h = norm(out, "layers.0.post_attention_layernorm")
     wide = F.silu(project(h, "mlp.gate_proj")) * project(h, "mlp.up_proj")
     out = norm(out + project(wide, "mlp.down_proj"), "norm")
@@ -319,13 +321,9 @@ def test_an_eagle3_layer_by_hand(norms: str) -> None:
             k = [normed(head, layer["self_attn.k_norm"]) for head in k]
         keys.append([turned(head, place + 1) for head in k])
         values.append(v)
-        heads = []
-        for number, head in enumerate(q):
-            scores = torch.stack([turned(head, place + 1) @ key[number // 3] for key in keys])
-            seen = zip((scores / 8**0.5).softmax(0), values, strict=True)
-            heads.append(sum(share * value[number // 3] for share, value in seen))
+        read = attended([turned(head, place + 1) for head in q], keys, values)
         x = hidden if config.norm_before_residual else states[place]
-        x = x + layer["self_attn.o_proj"] @ torch.cat(heads)
+        x = x + layer["self_attn.o_proj"] @ read
         inner = normed(x, layer["post_attention_layernorm"])
         gated = F.silu(layer["mlp.gate_proj"] @ inner) * (layer["mlp.up_proj"] @ inner)
         x = x + layer["mlp.down_proj"] @ gated

@@ -23,7 +23,7 @@ from .models import (
     made_up_states,
     start,
     text_of,
-    write_dspark,
+    write_drafter,
     write_model,
 )
 
@@ -90,7 +90,7 @@ def test_lm_draws_from_its_own_distribution(tmp_path: Path, candidates: int) -> 
 def test_dspark_draws_with_its_heads(tmp_path: Path) -> None:
     """Each token from the block's logits and the Markov head after the one drawn before."""
     target = write_model(tmp_path / "target")
-    folder = write_dspark(tmp_path / "drafter", target, markov_rank=8)
+    folder = write_drafter("dspark", tmp_path / "drafter", target, markov_rank=8)
     drafter = load("dspark", folder, target, widths="4,8", min_survival=0)
     dense = DenseDSpark(folder, target)
     text = text_of(17)

@@ -56,7 +56,7 @@ def test_any_batch_of_trees_agrees_with_the_reference(
 def test_the_largest_tree_over_many_chunks() -> None:
     torch.manual_seed(0)
     parents = tuple(max(-1, (node - 1) // 2) for node in range(256))
-    blocks = [QueryBlock(0, 600, parents, 256), QueryBlock(1, 3, None, 1)]
+    blocks = [QueryBlock(0, 300, parents, 256), QueryBlock(1, 3, None, 1)]
     q, keys, values = draw_caches(blocks, (1, 1, 64), torch.float16)
     expected = reference_attention(q, keys, values, plan_trees(blocks), scale=0.125)
     check(run(blocks, q, keys, values, None), expected, torch.float16)
