@@ -169,13 +169,16 @@ papers-quick: setup
 drills: setup
 	$(BIN)/paceline bench drills
 
-# Nonsense to every RPC for FUZZ_SECONDS, and FUZZ_REQUESTS to the gateway, from the seed FUZZ_SEED.
+# Nonsense to every RPC for FUZZ_SECONDS, and FUZZ_REQUESTS to the gateway, from the seed FUZZ_SEED;
+# many sampling parameters, and texts of calls.
 FUZZ_SECONDS ?= 300
 FUZZ_REQUESTS ?= 1000000
 FUZZ_SEED ?= 1
 fuzz: setup
 	PACELINE_FUZZ_SECONDS=$(FUZZ_SECONDS) PACELINE_FUZZ_REQUESTS=$(FUZZ_REQUESTS) \
 	    PACELINE_FUZZ_SEED=$(FUZZ_SEED) $(BIN)/python -m pytest tests/fuzz -s -m ""
+	$(BIN)/python -m pytest --hypothesis-profile fuzz --hypothesis-seed $(FUZZ_SEED) \
+	    tests/kernels/test_sampling_extremes.py tests/gateway/test_thoughts.py
 
 # Random texts, models and trees: with drafts and beside others the bits of texts alone, at every CPU
 # level. Goes on from where the last run ended, until Ctrl-C or as CAMPAIGN says ("--minutes 10"), and

@@ -1,7 +1,6 @@
 """Calls to services: how they end, and conditions that they make true."""
 
 import asyncio
-import socket
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,13 +14,6 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
-
-
-def free_address() -> str:
-    """An address of the loopback where nothing listens."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{taken.getsockname()[1]}"
 
 
 def eventually(true: Callable[[], bool], what: str, seconds: float = 180) -> None:

@@ -25,6 +25,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 settings.register_profile(
     "paceline", max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
+settings.register_profile("fuzz", settings.get_profile("paceline"), max_examples=20_000)
 settings.load_profile("paceline")
 
 

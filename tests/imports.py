@@ -1,14 +1,11 @@
 """What a program imports."""
 
-import subprocess
-import sys
+from programs import run_python
 
 
 def packages_after(code: str) -> set[str]:
     """Top-level packages that a new interpreter has imported after it ran some code."""
     probe = f"{code}\nimport sys\nprint(*{{name.partition('.')[0] for name in sys.modules}})"
-    done = subprocess.run(
-        [sys.executable, "-c", probe], capture_output=True, text=True, check=False, timeout=120
-    )
+    done = run_python("-c", probe)
     assert done.returncode == 0, done.stderr
     return set(done.stdout.split())

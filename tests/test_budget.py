@@ -18,7 +18,7 @@ BUDGET = {
     "client": 17_563,
     "train": 5_972,
     "bench": 6_512,
-    "tests": 50_590,
+    "tests": 49_765,
 }  # maximum number of lines
 SLACK = 0.01  # a folder that is smaller than its budget by a larger share lowers it
 _PRODUCT = ("kernels", "services", "client")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import shutil
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -16,7 +15,6 @@ from fakes.transport import MockTransport
 from gateway.conftest import serve_gateway
 
 from paceline.harness import ServiceProcess, local_services
-from paceline.v1 import verifier_pb2
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser, Page
@@ -49,20 +47,9 @@ def services() -> Iterator[Services]:
 class Unending(MockTransport):
     """Emits the first token of each text, and nothing more."""
 
-    def generate(self) -> Any:
-        return _Silent()
-
-
-class _Silent:
-    async def write(self, request: verifier_pb2.GenerateRequest) -> None:
-        pass
-
-    async def read(self) -> verifier_pb2.GenerateResponse:
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    def cancel(self) -> None:
-        pass
+    def __init__(self, reply: Any) -> None:
+        super().__init__(reply)
+        self.step_seconds = 3600.0
 
 
 @contextlib.asynccontextmanager

@@ -2,7 +2,7 @@
 
 A case is drawn from the seed and its number. A process runs the cases of a CPU level, and the next
 one those of another, so that a crash is a difference too. What was counted is kept in
-`.make/campaign`, from where the next run goes on; `bench/results` gets a copy twice a minute.
+`bench/results`, from where the next run goes on.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "tests" / name) for name in ("campaign", "verifier", "decoder", "")]
 
-from paceline.bench.record import Results  # noqa: E402
+from paceline.bench.record import Results, commit  # noqa: E402
 from paceline.kernels._compile import levels_here  # noqa: E402
 from paceline.kernels._native import VARIABLE  # noqa: E402
 
 FOLDER = ROOT / ".make" / "campaign"
 
-MODEL, PROCESS, SERVED = 4, 48, 480
-"""Cases of a model, cases of a process; and one case in so many runs through real services."""
+MODEL, PROCESS = 4, 48
+"""Cases of a model, and of a process."""
 
 _HUNG = 1800  # time after which a case never ends, in seconds
 _CHECKPOINT = 30.0  # time between two writes of the results, in seconds
@@ -43,7 +43,6 @@ _KEPT = 20  # differences that the results list
 def work(seed: int, cases: range, folder: Path) -> None:
     """Run cases; writes a line of JSON before each, and one with what it found."""
     from engine_texts import World, run_case
-    from served_texts import run_served_case
 
     from paceline.kernels import cpu_kernels
 
@@ -58,8 +57,7 @@ def work(seed: int, cases: range, folder: Path) -> None:
         try:
             if world is None:
                 world = World(models, f"{seed}/{case // MODEL}")
-            run = run_served_case if case % SERVED == SERVED - 1 else run_case
-            for drawn, differences in run(world, f"{seed}/{case // MODEL}/{case % MODEL}"):
+            for drawn, differences in run_case(world, f"{seed}/{case // MODEL}/{case % MODEL}"):
                 texts += 1
                 for axis, value in {**drawn, "level": cpu_kernels().level}.items():
                     axes[axis][str(value)] += 1
@@ -82,19 +80,16 @@ class Campaign:
     """What a seed's cases have found so far."""
 
     def __init__(self, seed: int, folder: Path, output: Path | None) -> None:
-        """Go on from what the folder keeps of the seed."""
+        """Go on from what the results have of the seed; models are kept in the folder."""
         self.seed, self.folder = seed, folder
-        self._file = folder / f"seed-{seed}.json"
         self._results = Results("campaign", output, weights="random, by the seed")
         self.found: dict[str, Any] = {
             "next_case": 0, "generations": 0, "different_cases": 0, "cpu_seconds": 0.0,
             "commits": {}, "differences": [], "axes": {},
         }  # fmt: skip
-        if self._file.exists():
-            self.found = json.loads(self._file.read_text())
-        command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-        self._commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
-        self._written = time.monotonic()
+        earlier = self._results.entries.get(f"seed {seed}", {})
+        self.found |= {name: earlier[name] for name in self.found.keys() & earlier.keys()}
+        self._commit, self._written = commit() or "", time.monotonic()
 
     def level(self, case: int) -> str:
         """The CPU level of a case, or the one in the environment."""
@@ -132,9 +127,6 @@ class Campaign:
         if not now and time.monotonic() < self._written + _CHECKPOINT:
             return
         self._written = time.monotonic()
-        unfinished = self._file.with_suffix(".new")
-        unfinished.write_text(json.dumps(self.found))
-        unfinished.replace(self._file)
         axes = {a: dict(sorted(v.items())) for a, v in sorted(self.found["axes"].items())}
         command = f"python tests/campaign/campaign.py --seed {self.seed}"
         entry = {"command": command, **self.found, "axes": axes}
@@ -193,16 +185,13 @@ def main(
     )
     parser.add_argument("--generations", type=int, help="end once the seed has so many")
     parser.add_argument("--case", type=int, help="run this case alone, and write nothing")
-    parser.add_argument("--cases", help="FIRST:STOP, run these cases, and write nothing")
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="what is kept between runs")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="of the models")
     parser.add_argument("--output", type=Path, help="another file of results")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     cases = None if args.case is None else range(args.case, args.case + 1)
-    if chosen := args.work or args.cases:
-        cases = range(*map(int, chosen.split(":")))
-    if args.work and cases is not None:
-        work(args.seed, cases, args.folder)
+    if args.work:
+        work(args.seed, range(*map(int, args.work.split(":"))), args.folder)
         return 0
     args.folder.mkdir(parents=True, exist_ok=True)
     campaign = Campaign(args.seed, args.folder, args.output)

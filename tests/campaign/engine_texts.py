@@ -143,7 +143,6 @@ class World:
         if format is not None:
             file = path / f"{format.name}.gguf"
             path = file if file.exists() else write_gguf(file, path, format)
-        self.source, self.weights = path, weights
         options = {"kv_cache_dtype": self.drawn["kv"], "numerics": self.drawn["numerics"]}
         return load_decoder(path, weights, **options)
 

@@ -1,3 +1,4 @@
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,23 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("target")
     write_model("small", folder)
     write_tokenizer(folder)
+    return folder
+
+
+def write_for_gguf(kind: str, folder: Path) -> Path:
+    """A tiny model with all that a GGUF file needs: a merge, and tokens that begin and end."""
+    from tiny_models import write_model, write_tokenizer
+
+    write_model(kind, folder)
+    write_tokenizer(folder)
+    described = json.loads((folder / "config.json").read_text())
+    described |= {"bos_token_id": 0, "eos_token_id": 1}
+    (folder / "config.json").write_text(json.dumps(described))
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokens = tokenizer["model"]["vocab"]
+    tokens["ab"] = tokens.pop("<spare256>")
+    tokenizer["model"]["merges"] = [["a", "b"]]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     return folder
 
 

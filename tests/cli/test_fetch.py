@@ -3,10 +3,8 @@
 import dataclasses
 import hashlib
 import json
-import os
 import shutil
 import subprocess
-import sys
 import threading
 import zipfile
 from collections.abc import Callable, Iterator
@@ -15,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from gguf_files import write_gguf
-from tiny_models import write_model, write_tokenizer
+from programs import PACELINE, run_python
 
 from paceline.cli import drafters
 from paceline.cli.fetch import FetchError, _write_tokenizer, fetch
@@ -25,6 +23,8 @@ from paceline.decoder import read_converted
 from paceline.decoder.remembered import cache_folder
 from paceline.harness import models
 from paceline.harness.models import MODELS, NamedModel, drafter_spec, model_path, name_of
+
+from .conftest import write_for_gguf
 
 CONTENT = b"GGUF, and then some weights" * 20
 
@@ -239,14 +239,7 @@ def hub(tmp_path: Path) -> Iterator[Callable[..., subprocess.CompletedProcess[st
 
         def paceline(name: str, endpoint: str = here) -> subprocess.CompletedProcess[str]:
             environment = {"HF_ENDPOINT": endpoint, "XDG_CACHE_HOME": str(tmp_path)}
-            return subprocess.run(
-                [sys.executable, "-m", "paceline.cli.main", "fetch", name],
-                env={**os.environ, **environment},
-                capture_output=True,
-                text=True,
-                timeout=120,
-                check=False,
-            )
+            return run_python(*PACELINE, "fetch", name, environment=environment)
 
         yield paceline
         server.shutdown()
@@ -303,18 +296,8 @@ def test_a_model_that_a_hub_does_not_give_is_one_error(
 
 
 def test_a_folder_has_the_tokenizer_of_its_file(tmp_path: Path) -> None:
-    folder = tmp_path / "good"
-    write_model("qwen2", folder)
-    write_tokenizer(folder)
-    tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    vocabulary = tokenizer["model"]["vocab"]
-    vocabulary["ab"] = vocabulary.pop(next(token for token in vocabulary if "spare" in token))
-    tokenizer["model"]["merges"] = [["a", "b"]]
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    folder = write_for_gguf("qwen2", tmp_path / "good")
     (folder / "chat_template.jinja").write_text("{{ messages }}")
-    described = json.loads((folder / "config.json").read_text())
-    described |= {"bos_token_id": 0, "eos_token_id": 1}
-    (folder / "config.json").write_text(json.dumps(described))
     source = open_model(write_gguf(tmp_path / "model.gguf", folder))
     copy = shutil.copytree(folder, tmp_path / "copy")
     (copy / "tokenizer.json").write_text("{}")

@@ -11,7 +11,7 @@ from paceline.cli.main import COMMANDS, build_parser, main
 from paceline.harness.models import drafter_spec
 from paceline.service.options import read_token
 
-from .test_shipped import for_gguf
+from .conftest import write_for_gguf
 
 PLACES = ("DIR", "FILE", "PEM", "PATH", "MODEL", "FOLDER")
 """What arguments with a path call it in their help."""
@@ -63,15 +63,12 @@ def test_so_do_config_files_and_the_environment(
     assert read_token(None) == "secret"
 
 
-@pytest.mark.parametrize("text", ["models/demo/lm", "smollm2", "own=smollm2,weights=int8", "~/x"])
-def test_a_drafter_without_a_method_is_advised(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="no method: give lm:"):
-        drafter_spec(text)
-
-
-@pytest.mark.parametrize("text", ["ngram", "own=ngram,shared_tokens=0", "lm:models/demo/lm"])
-def test_one_with_a_method_is_not(text: str) -> None:
-    assert drafter_spec(text) == text
+def test_a_drafter_without_a_method_is_advised() -> None:
+    for text in ("models/demo/lm", "smollm2", "own=smollm2,weights=int8", "~/x"):
+        with pytest.raises(argparse.ArgumentTypeError, match="no method: give lm:"):
+            drafter_spec(text)
+    for text in ("ngram", "own=ngram,shared_tokens=0", "lm:models/demo/lm"):
+        assert drafter_spec(text) == text
 
 
 def test_a_small_model_is_inspected_as_file_and_as_folder(
@@ -80,11 +77,11 @@ def test_a_small_model_is_inspected_as_file_and_as_folder(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    folder = for_gguf(target, tmp_path / "own")
-    file = write_gguf(tmp_path / "own.gguf", folder)
+    folder = write_for_gguf("small", tmp_path / "own")
+    write_gguf(tmp_path / "own.gguf", folder)
     monkeypatch.setenv("HOME", str(tmp_path))
     for path in ("~/own", "~/own.gguf"):
-        assert main(["drafters", "inspect", path, "--target", str(file)]) == 0
+        assert main(["drafters", "inspect", path, "--target", path]) == 0
         assert f"a model for lm: lm:{tmp_path}/own" in capsys.readouterr().out.replace("\n", "")
     demo = ["drafters", "inspect", "models/demo/lm", "--target", "models/demo/target"]
     assert main(demo) == 0

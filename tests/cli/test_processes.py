@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from programs import PACELINE, run_python
 
 from paceline.harness import ProcessFailed, ServiceProcess
 
@@ -35,7 +36,6 @@ def test_it_serves_in_the_block_and_leaves_nothing(target: Path) -> None:
     [
         ("verifier --target /nowhere/at/all", "/nowhere/at/all"),
         ("verifier", "--target"),
-        ("drafter --load x=no-such-method", "no-such-method"),
         ("drafter --load x=ngram,no_such_option=1", "no_such_option"),
         (f"drafter --verifier-tls-ca {__file__}", "no PEM certificates"),
         (
@@ -139,9 +139,7 @@ def test_health_says_why_process_one_does_not_start(target: Path, tmp_path: Path
         assert "cannot serve" in outer.stderr.readline()
         while not list(tmp_path.glob("paceline-failure")):
             time.sleep(0.01)
-        health = [sys.executable, "-m", "paceline.cli.main", "health", address]
-        environment = {**os.environ, "TMPDIR": str(tmp_path)}
-        done = subprocess.run(health, env=environment, capture_output=True, text=True, check=False)
+        done = run_python(*PACELINE, "health", address, environment={"TMPDIR": str(tmp_path)})
         assert done.returncode == 1
         assert "it does not start: --threads must be at least 1" in done.stderr
         os.kill(inner, signal.SIGTERM)

@@ -300,19 +300,6 @@ def test_a_verifier_that_dies_at_each_start_ends_the_command_and_its_texts(
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [("--drafter", "ngram,no_such_option=1"), ("--weights", "auto", "--max-context", "-5")],
-)
-def test_a_failed_start_ends_with_code_2(
-    serve: Callable[..., Serve], arguments: tuple[str, ...]
-) -> None:
-    running = serve(*arguments)
-    assert running.process.wait(300) == 2
-    assert running.log.read_text().count("cannot serve") == 1
-    assert not running.ready.exists()
-
-
-@pytest.mark.parametrize(
     ("words", "reason"),
     [
         (["--drafter", "lm:/nowhere"], "--drafter lm:/nowhere: there is no /nowhere"),

@@ -5,7 +5,7 @@ import contextlib
 import json
 import signal
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
@@ -13,6 +13,7 @@ from typing import Any, cast
 import aiohttp
 import psutil
 import pytest
+from calls import until
 from tiny_models import write_model, write_tokenizer
 
 from paceline.cli.main import main
@@ -84,17 +85,11 @@ class Managed:
 
     async def states(self, expected: str) -> None:
         """Wait until the gateway knows which models are in which states."""
-        await true(lambda: " ".join(self.models.states.values()) == expected)
+        await until(lambda: " ".join(self.models.states.values()) == expected)
 
     async def released(self, name: str, left: int) -> None:
         """Wait until a model is held by this number of connections."""
-        await true(lambda: len(self.manager._models[name].holds) == left)
-
-
-async def true(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+        await until(lambda: len(self.manager._models[name].holds) == left)
 
 
 @contextlib.asynccontextmanager
@@ -193,7 +188,7 @@ async def test_a_failure_is_that_of_one_model(short_folder: Path) -> None:
         a, b = (cast(FakeClient, client) for client in it.models._clients.values())
         it.processes["a"].phase, it.processes["a"].returncode = "it died 3 times", 1
         await it.manager.look_after()
-        await true(lambda: a.closed)
+        await until(lambda: a.closed)
         assert (a.failed, b.failed, b.closed) == (
             "a is no longer served: it died 3 times",
             "",

@@ -1,6 +1,5 @@
 """Drafters that are loaded for a target where none is named."""
 
-import json
 import shutil
 import subprocess
 import sys
@@ -8,13 +7,14 @@ from pathlib import Path
 
 import pytest
 from gguf_files import Kind, write_gguf
-from tiny_models import write_model, write_tokenizer
 
 from paceline.cli import shipped
 from paceline.convert import open_model, prepare
 from paceline.drafter.methods.checkpoint import TargetRef, save_drafter
 from paceline.drafter.methods.dspark import DSparkConfig
 from paceline.train.modules import DSparkModel
+
+from .conftest import write_for_gguf
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 
@@ -68,21 +68,10 @@ def test_without_a_checkout_nothing_ships(target: Path, monkeypatch: pytest.Monk
     ]
 
 
-def for_gguf(target: Path, folder: Path) -> Path:
-    """A copy of a target with all that a GGUF file needs."""
-    shutil.copytree(target, folder)
-    described = json.loads((folder / "config.json").read_text())
-    ends = {"bos_token_id": 0, "eos_token_id": 1}
-    (folder / "config.json").write_text(json.dumps({**described, **ends}))
-    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
-        (folder / name).unlink(missing_ok=True)
-    return folder
-
-
 def test_drafters_fit_every_format_of_their_target(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = for_gguf(target, tmp_path / "target")
+    target = shutil.copytree(family / "small", tmp_path / "target")
     config = DSparkConfig.for_target(target, taps=(0,), block=2, mask_token=0)
     first, better = (tmp_path / "models" / name / "dspark" for name in ("first", "second"))
     for folder, notes in ((first, {}), (better, {"accepted_length": 2.0})):
@@ -108,17 +97,8 @@ def test_drafters_fit_every_format_of_their_target(
 def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the model `large`, and `small` with the same tokenizer."""
     folder = tmp_path_factory.mktemp("family")
-    for name, kind in (("large", "qwen2"), ("small", "small")):
-        write_model(kind, folder / name)
-        write_tokenizer(folder / name)
-        config = folder / name / "config.json"
-        ends = {"bos_token_id": 0, "eos_token_id": 1}
-        config.write_text(json.dumps({**json.loads(config.read_text()), **ends}))
-        tokenizer = folder / name / "tokenizer.json"  # a GGUF file has merges
-        described = json.loads(tokenizer.read_text())
-        described["model"]["vocab"]["ab"] = described["model"]["vocab"].pop("<spare256>")
-        described["model"]["merges"] = [["a", "b"]]
-        tokenizer.write_text(json.dumps(described))
+    write_for_gguf("qwen2", folder / "large")
+    write_for_gguf("small", folder / "small")
     return folder
 
 

@@ -22,29 +22,18 @@ from rich.console import Console
 from paceline.cli.chat import Chat
 from paceline.cli.main import main
 from paceline.client import Client
-from paceline.v1 import verifier_pb2
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 CONTEXT = 400
 READ_SECONDS = 60.0
 
 
-class ShortMock(MockTransport):
-    """A mock with a chat template and a short context; tokens are bytes."""
-
-    async def get_model(
-        self, request: verifier_pb2.GetModelRequest
-    ) -> verifier_pb2.GetModelResponse:
-        facts = await super().get_model(request)
-        facts.chat_template, facts.max_context = TEMPLATE, CONTEXT
-        return facts
-
-
 async def converse(
     *lines: str, reply: Any = "fine", system: str = "", max_new_tokens: int = 64
 ) -> tuple[list[str], str]:
     """Prompts that reached the verifier, and the screen after these lines."""
-    transport = ShortMock(reply)
+    transport = MockTransport(reply, CONTEXT)
+    transport.chat_template = TEMPLATE
     screen = io.StringIO()
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "drafter": None}
     async with Client(transport=transport, cache_dir=None) as client:

@@ -139,13 +139,6 @@ async def test_a_kept_cache_is_a_parent_until_it_is_closed(world: World, client:
     assert parent.handle == b""
 
 
-async def test_a_kept_cache_goes_with_its_client(world: World) -> None:
-    async with Client(world.address, cache_dir=None) as client:
-        await client.generate(PROMPT, max_new_tokens=20, keep_cache=True)
-        assert world.verifier.caches
-    assert not world.verifier.caches
-
-
 async def test_an_unknown_parent_is_prefilled_again(client: Client) -> None:
     result = await client.generate(PROMPT, max_new_tokens=5, seed=SEED, parent=b"\1" * 16)
     assert result.token_ids == continuation(PROMPT, 5, SEED)

@@ -17,7 +17,7 @@ def model_of(template: str) -> Model:
     return Model(verifier_pb2.GetModelResponse(name="m", chat_template=template), None)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def process() -> Iterator[TemplateProcess]:
     found = TemplateProcess(seconds=0.5, memory=256 << 20)
     yield found

@@ -22,13 +22,7 @@ from tokenizers import (
     trainers,
 )
 
-from paceline.client import (
-    Client,
-    Detokenizer,
-    InvalidRequestError,
-    PreconditionError,
-    _text,
-)
+from paceline.client import Client, Detokenizer, InvalidRequestError, PreconditionError, _text
 from paceline.client._text import TextCodec, TokenizerCache
 
 CORPUS = [

@@ -41,10 +41,6 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recording]:
     recording.provider.shutdown()
 
 
-def span_id(span: ReadableSpan) -> str:
-    return f"{span.get_span_context().span_id:016x}"  # type: ignore[union-attr]
-
-
 def facts(span: ReadableSpan) -> dict[str, object]:
     return dict(span.attributes or {})
 
@@ -69,19 +65,6 @@ async def test_an_unsampled_trace_is_not_propagated(
     assert not any(request.traceparent for request in world.verifier.starts)
     assert not any(request.traceparent for request in world.verifier.creates)
     assert not any("traceparent" in metadata for metadata in world.verifier.metadata)
-
-
-async def test_the_services_get_the_context_of_their_spans(
-    world: World, client: Client, recording: Recording
-) -> None:
-    """The prefill's for the prefill, the generation's for the rounds, which are the verifier's."""
-    await client.generate(PROMPT, max_new_tokens=60, seed=SEED)
-    assert recording.names() == {"text_completion fake": 1, "specdec.prefill": 1}
-    (root,) = recording.named("text_completion fake")
-    (prefill,) = recording.named("specdec.prefill")
-    assert prefill.parent == root.get_span_context()
-    assert world.verifier.starts[0].traceparent.split("-")[2] == span_id(root)
-    assert world.verifier.creates[0].traceparent.split("-")[2] == span_id(prefill)
 
 
 async def test_a_failed_prefill_and_its_generation_are_failed(

@@ -30,11 +30,7 @@ PROMPT = [104, 105, 106]
 SEED = 5
 QUICK = RetryOptions(budget=0.2, first_delay=0.01)
 FAST = RetryOptions(budget=60, first_delay=0.001, max_delay=0.001)
-
-
 STEP_FAILED = status(grpc.StatusCode.INTERNAL, "STEP_FAILED", "a bug there")
-
-
 FULL = status(grpc.StatusCode.RESOURCE_EXHAUSTED, "KV_FULL", "no room", 0.001)
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -13,6 +12,7 @@ from calls import eventually
 from testcontainers.compose import DockerCompose
 
 from paceline.client import Client, DraftOptions, RetryOptions, TlsOptions
+from paceline.harness import with_port
 
 COMPOSE = Path(__file__).parents[2] / "compose"
 DEMO = "/paceline/models/demo"  # the demo models in the images
@@ -118,7 +118,8 @@ def serving(
     changes = [str(Path(__file__).with_name(f"{each}.yml")) for each in ("small", *over)]
     files = [f"{name}.yml", *changes]
     running = Deployment(COMPOSE, files, build=True, wait=False, services=services)
-    running.ports = {port: free_port() for port in ("VERIFIER", "DRAFTER", "GATEWAY", "OTLP")}
+    names = ("VERIFIER", "DRAFTER", "GATEWAY", "OTLP")
+    running.ports = {name: int(with_port("127.0.0.1:0").split(":")[1]) for name in names}
     running.environment = {
         "COMPOSE_PROJECT_NAME": f"paceline-test-{project or name}-{os.getpid()}",
         # Where only the older builder is there, compose is not to ask for another.
@@ -149,10 +150,3 @@ def serving(
 
 def secret(deployment: Deployment, name: str) -> str:
     return deployment.run("exec", "-T", "verifier", "cat", f"/run/paceline/{name}")
-
-
-def free_port() -> int:
-    """A port of the loopback that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -23,13 +23,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from paceline.client._options import invalid_requests
 from paceline.client._text import BYTE_OF
 from paceline.sampling import token_ids
-from paceline.v1 import (
-    drafter_pb2,
-    sampling_pb2,
-    tree_pb2,
-    verifier_pb2,
-    verifier_pb2_grpc,
-)
+from paceline.v1 import drafter_pb2, sampling_pb2, tree_pb2, verifier_pb2, verifier_pb2_grpc
 
 END = 256  # the token after all bytes
 LETTERS = b"abcdefgh "
@@ -156,8 +150,11 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         self.protocol_version: Any = verifier_pb2.PROTOCOL_VERSION_1
         self.may_answer = asyncio.Event()
         self.may_answer.set()
+        self.may_prefill = asyncio.Event()
+        self.may_prefill.set()
         self.may_release = asyncio.Event()
         self.may_release.set()
+        self.reused = 0
         self.full = 0
         self.retry_after: float | None = 0.01
         self.step_seconds = 0.0
@@ -254,6 +251,7 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
     async def CreateCache(self, request: Any, context: Any) -> AsyncIterator[Any]:
         self.called("CreateCache", context)
         self.creates.append(request)
+        await self.may_prefill.wait()
         if self.draining:
             await context.abort_with_status(
                 status(grpc.StatusCode.UNAVAILABLE, "DRAINING", "shutting down")
@@ -291,7 +289,7 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             read_grant=handle[::-1],
             lease_ms=self.lease_ms,
             prefill_us=1000,
-            reused_tokens=7 if request.parent_handle else 0,
+            reused_tokens=7 if request.parent_handle else self.reused,
         )
         if request.HasField("prompt_logprobs"):
             created.prompt_logprobs.extend([0.0] * (len(request.prompt_tokens) - 1))

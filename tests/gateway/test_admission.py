@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import aiohttp
 import pytest
 from calls import until
 from fakes.transport import MockTransport
@@ -49,12 +48,14 @@ class Upload:
             await asyncio.sleep(0.01)
 
 
+HEAD = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
 @asynccontextmanager
 async def upload(served: Served, length: int = BODY, sent: int = 1) -> AsyncIterator[Upload]:
     host, port = served.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    writer.write(f"{head}Content-Length: {length}\r\n\r\n".encode())
+    writer.write(f"{HEAD}Content-Length: {length}\r\n\r\n".encode())
     made = Upload(reader, writer)
     await made.send(b" " * sent)
     try:
@@ -110,22 +111,6 @@ async def test_a_slow_body_is_refused(serve: Serve, monkeypatch: pytest.MonkeyPa
         assert (await begun.answer())[0] == 408
 
 
-class Lost(MockTransport):
-    """Does not say what it serves while it is lost."""
-
-    def __init__(self) -> None:
-        super().__init__("x" * 8_000)
-        self.lost = False
-        self.asked = 0
-        self.found = asyncio.Event()
-
-    async def get_model(self, request: Any) -> Any:
-        if self.lost:
-            self.asked += 1
-            await self.found.wait()
-        return await super().get_model(request)
-
-
 @pytest.fixture
 def asks_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The client asks the verifier for its model before each text."""
@@ -135,60 +120,55 @@ def asks_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("asks_each_time")
 async def test_a_drain_refuses_every_route_at_once(serve: Serve) -> None:
     """Also while no verifier answers, which may drain as well."""
-    transport = Lost()
+    transport = MockTransport("x" * 8_000)
     async with serve(transport) as served:
         stream = await served.openai.completions.create(
             model="mock", prompt="a", max_tokens=9_000, stream=True
         )
         await anext(stream)
-        transport.lost = True
+        transport.may_answer.clear()
+        asked = len(transport.models_asked)
         waiting = asyncio.create_task(served.post("/v1/completions", prompt="a"))
-        await until(lambda: transport.asked > 0)
+        await until(lambda: len(transport.models_asked) > asked)
         async with upload(served) as begun:
             await asyncio.sleep(0.1)
             served.stop.set()
             # Those that wait for a verifier, or whose body has not come, have not begun.
             assert (await waiting)[0] == 503
             assert (await begun.answer())[0] == 503
-        async with aiohttp.ClientSession(served.url) as session:
-            for route in ROUTES:
-                for method in ("GET", "POST"):
-                    body = {"json": {}} if method == "POST" else {}
-                    async with session.request(method, f"/v1/{route}", **body) as response:
-                        assert response.status == 503
-                        answer = await response.json()
-                        assert "shutting down" in answer["error"]["message"]
-            async with session.get("/health") as response:
-                assert (response.status, await response.json()) == (503, {"status": "draining"})
+        for route in ROUTES:
+            for method, body in (("GET", {}), ("POST", {"json": {}})):
+                status, _, answer = await served.ask(method, f"/v1/{route}", **body)
+                assert status == 503
+                assert "shutting down" in json.loads(answer)["error"]["message"]
+        status, _, answer = await served.ask("GET", "/health")
+        assert (status, json.loads(answer)) == (503, {"status": "draining"})
         assert "".join([event.choices[0].text async for event in stream]) == "x" * 8_000
         await served.server
 
 
 async def test_a_wait_for_a_verifier_ends(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "VERIFIER_SECONDS", 0.1)
-    transport = Lost()
-    transport.lost = True
+    transport = MockTransport("x")
+    transport.may_answer.clear()
     async with serve(transport) as served:
         assert await text(served) == 503
-        async with aiohttp.ClientSession() as session:
-            async with session.get(f"{served.url}/v1/models") as response:
-                assert response.status == 503
+        assert (await served.ask("GET", "/v1/models"))[0] == 503
 
 
 @pytest.mark.usefixtures("asks_each_time")
 async def test_a_caller_that_goes_leaves_its_place_at_every_phase(serve: Serve) -> None:
-    transport = Lost()
+    transport = MockTransport("x")
     async with serve(transport, max_requests=1) as served:
         async with upload(served):
             pass
         await eventually_served(served)
-        transport.lost = True
-        asked = transport.asked
+        transport.may_answer.clear()
+        asked = len(transport.models_asked)
         call = asyncio.create_task(served.post("/v1/completions", prompt="a"))
-        await until(lambda: transport.asked > asked)
+        await until(lambda: len(transport.models_asked) > asked)
         call.cancel()
-        transport.lost = False
-        transport.found.set()
+        transport.may_answer.set()
         await eventually_served(served)
 
 
@@ -210,9 +190,8 @@ async def reading_nothing(served: Served, **body: object) -> socket.socket:
     caller.setblocking(False)
     loop = asyncio.get_running_loop()
     await loop.sock_connect(caller, (host, int(port)))
-    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    head += f"Content-Length: {len(content)}\r\n\r\n"
-    await loop.sock_sendall(caller, f"{head}{content}".encode())
+    request = f"{HEAD}Content-Length: {len(content)}\r\n\r\n{content}"
+    await loop.sock_sendall(caller, request.encode())
     return caller
 
 

@@ -13,7 +13,7 @@ from paceline.gateway.tool_calls import Call
 from paceline.gateway.tool_schemas import fits
 
 from .conftest import Serve
-from .test_call_forms import parsed
+from .test_call_forms import PROMPT, parsed
 
 PARAMETERS: dict[str, Any] = {
     "type": "object",
@@ -111,8 +111,7 @@ async def test_required_calls_come_one_by_one(serve: Serve) -> None:
     assert [type(part) for part in parts] == [Call]
     assert parser.calls == 1
 
-    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ tools }}"
-    async with serve(MockTransport(f"```json\n{ROME}\n```"), chat_template=template) as served:
+    async with serve(MockTransport(f"```json\n{ROME}\n```"), chat_template=PROMPT) as served:
         stream: Any = await served.openai.chat.completions.create(
             model="mock",
             messages=[{"role": "user", "content": "x"}],

@@ -13,7 +13,7 @@ from paceline.gateway.requests import Function, Tool, ToolUse
 from paceline.gateway.tool_calls import CALL_MARKS, THOUGHTS
 
 from .conftest import Serve
-from .test_call_forms import FORMS, HARMONY, TOOLS, USE, parsed
+from .test_call_forms import FORMS, HARMONY, PROMPT, TOOLS, USE, parsed
 
 CHANNELS = {
     f"channels {index}": (text, calls) for index, (text, (_, _, calls)) in enumerate(HARMONY)
@@ -64,10 +64,9 @@ def test_a_call_that_is_cut_off_is_none(name: str, thought: str) -> None:
 async def test_a_cut_call_is_text_that_has_ended_by_length(serve: Serve, stream: bool) -> None:
     whole = LONG["tags"]
     text = whole[: whole.index("</parameter>\n</function>")]
-    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ tools }}"
     tool: Any = TOOLS[0].model_dump()
     asked: dict[str, Any] = {"model": "mock", "stream": stream}
-    async with serve(MockTransport(whole), chat_template=template) as served:
+    async with serve(MockTransport(whole), chat_template=PROMPT) as served:
         chats = served.openai.chat.completions
         for ended in ({"max_tokens": len(text)}, {"stop": ["</parameter>\n</function>"]}):
             answer: Any = await chats.create(
@@ -133,8 +132,9 @@ def test_what_gpt_oss_quotes_in_its_answer_is_no_call() -> None:
 async def test_a_thought_that_the_template_begins(serve: Serve, opened: str, stream: bool) -> None:
     call = FORMS["hermes"][0]
     end = "[/THINK]" if opened == "[THINK]" else "</think>"
-    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ tools }}" + opened
-    async with serve(MockTransport(f"{call} no{end}\n{call}"), chat_template=template) as served:
+    async with serve(
+        MockTransport(f"{call} no{end}\n{call}"), chat_template=PROMPT + opened
+    ) as served:
         answer: Any = await served.openai.chat.completions.create(
             model="mock", tools=[TOOLS[0].model_dump()], stream=stream,  # type: ignore[list-item]
             messages=[{"role": "user", "content": "Say <think>"}],
@@ -146,10 +146,9 @@ async def test_a_thought_that_the_template_begins(serve: Serve, opened: str, str
 
 
 async def test_a_thought_that_is_continued(serve: Serve) -> None:
-    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ tools }}"
     call = FORMS["hermes"][0]
     for said, count in (("<think>I", 0), ("<think>I</think>", 1), ("I", 1)):
-        async with serve(MockTransport(call), chat_template=template) as served:
+        async with serve(MockTransport(call), chat_template=PROMPT) as served:
             _, _, body = await served.post(
                 "/v1/chat/completions", tools=[TOOLS[0].model_dump()], continue_final_message=True,
                 add_generation_prompt=False, messages=[{"role": "assistant", "content": said}],

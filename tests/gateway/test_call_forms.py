@@ -21,6 +21,7 @@ PARAMETERS = {
 }  # fmt: skip
 TOOLS = [Tool(function=Function(name=name, parameters=PARAMETERS)) for name in ("weather", "clock")]
 USE = ToolUse(TOOLS, "auto")
+PROMPT = "{% for m in messages %}{{ m.content }}{% endfor %}{{ tools }}"
 ROME: dict[str, Any] = {"city": "Rom"}
 ONE = [("weather", ROME)]
 TWO = [("weather", ROME), ("clock", {})]

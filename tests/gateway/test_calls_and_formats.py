@@ -14,7 +14,7 @@ from paceline.gateway.requests import ChatRequest, Function, Tool, ToolUse
 from paceline.gateway.tool_calls import BLOCKS, CALL_MARKS, THOUGHT_MARKS, THOUGHTS
 
 from .conftest import Serve
-from .test_call_forms import FORMS, HARMONY, TOOLS, parsed, special_codec
+from .test_call_forms import FORMS, HARMONY, PROMPT, TOOLS, parsed, special_codec
 
 USE = ToolUse(TOOLS, "auto")
 SCHEMA = {
@@ -222,7 +222,6 @@ def test_what_grammars_lack_is_not_enforced(schema: dict[str, Any]) -> None:
 
 TOOL: dict[str, Any] = TOOLS[0].model_dump()
 FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
-PROMPT = "{% for m in messages %}{{ m.content }}{% endfor %}{{ tools }}"
 
 
 @pytest.mark.parametrize("choice", ["auto", "required", "none", {"function": {"name": "weather"}}])

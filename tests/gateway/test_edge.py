@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
 from typing import Any
 
 import aiohttp
@@ -16,24 +15,8 @@ from prometheus_client import CollectorRegistry
 from paceline.gateway import GatewayOptions, server
 from paceline.gateway.metrics import GatewayMetrics
 from paceline.service.runtime import JsonFormatter, TextFormatter
-from paceline.v1 import verifier_pb2
 
 from .conftest import Serve, Served
-
-
-class SlowTransport(MockTransport):
-    """Prefills when it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__("x")
-        self.prefill = asyncio.Event()
-
-    async def create_cache(
-        self, request: verifier_pb2.CreateCacheRequest
-    ) -> AsyncGenerator[verifier_pb2.CreateCacheResponse, None]:
-        await self.prefill.wait()
-        async for response in super().create_cache(request):
-            yield response
 
 
 async def test_a_request_has_an_id(serve: Serve) -> None:
@@ -180,13 +163,14 @@ async def test_a_path_cannot_forge_the_log(
 
 
 async def test_a_slow_stream_gets_comments(serve: Serve) -> None:
-    transport = SlowTransport()
+    transport = MockTransport("x")
+    transport.may_prefill.clear()
     async with serve(transport, keep_alive_seconds=0.01) as served:
         body = {"model": "mock", "prompt": "a", "stream": True}
         async with aiohttp.ClientSession() as session:
             async with session.post(f"{served.url}/v1/completions", json=body) as response:
                 assert await response.content.readline() == b": keep-alive\n"
-                transport.prefill.set()
+                transport.may_prefill.set()
                 assert b"[DONE]" in await response.content.read()
         # Clients skip them.
         stream = await served.openai.completions.create(model="mock", prompt="a", stream=True)

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import re
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -16,7 +16,6 @@ from openai import AsyncOpenAI
 from paceline.client import UnavailableError
 from paceline.gateway import GatewayOptions
 from paceline.service.options import OptionsError
-from paceline.v1 import verifier_pb2
 
 from .conftest import Serve, Served
 from .test_tools import PLAIN
@@ -279,25 +278,10 @@ async def test_a_strict_gateway_refuses_a_limit_beyond_the_context(
                 assert "room for 3 " in error["message"]
 
 
-class Reusing(MockTransport):
-    """Has the KV of some tokens of each prompt."""
-
-    def __init__(self, reused: int) -> None:
-        super().__init__("x")
-        self.reused = reused
-
-    async def create_cache(
-        self, request: verifier_pb2.CreateCacheRequest
-    ) -> AsyncGenerator[verifier_pb2.CreateCacheResponse, None]:
-        async for response in super().create_cache(request):
-            if response.HasField("created"):
-                response.created.reused_tokens = self.reused
-            yield response
-
-
 @pytest.mark.parametrize(("reused", "told"), [(0, 0), (63, 0), (64, 64), (218, 192), (227, 192)])
 async def test_cached_tokens_are_counted_in_chunks(serve: Serve, reused: int, told: int) -> None:
-    async with serve(Reusing(reused), chat_template=TEMPLATE) as served:
+    async with serve(MockTransport("x"), chat_template=TEMPLATE) as served:
+        served.transport.reused = reused
         for path, body, used in (
             ("completions", {"prompt": "a"}, "prompt_tokens_details"),
             ("responses", {"input": "a"}, "input_tokens_details"),

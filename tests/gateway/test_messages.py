@@ -13,8 +13,6 @@ from paceline.client import Client
 from paceline.gateway import OneModel
 
 from .conftest import Serve, Served
-from .test_edge import SlowTransport
-from .test_gateway import Reusing
 from .test_streaming import SeveralRounds
 
 TEMPLATE = (
@@ -101,47 +99,31 @@ def joined(events: list[Any]) -> Any:
     return message
 
 
+def by_model(*content: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": [*content]}
+
+
+def by_user(*content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": [*content]}
+
+
+THOUGHT = {"type": "thinking", "thinking": "hm", "signature": "x"}
+CALLS = by_model(THOUGHT, text("I go"), called("1", laps=1), called("2", laps=2) | CACHED)
+RESULTS = by_user(result("1", "x"), result("2", [text("y")]), text("b"))
 CONVERSATIONS: list[tuple[dict[str, Any], str]] = [
     ({"system": "s"}, "<system>s<user>a<assistant>"),
     ({"system": [text("s") | CACHED, text("t")]}, "<system>s\nt<user>a<assistant>"),
-    ({"messages": [{"role": "user", "content": [text("a"), text("b")]}]}, "<user>a\nb<assistant>"),
-    (
-        {"messages": [USER, {"role": "assistant", "content": [text("b")]}, USER]},
-        "<user>a<assistant>b<user>a<assistant>",
-    ),
+    ({"messages": [by_user(text("a"), text("b"))]}, "<user>a\nb<assistant>"),
+    ({"messages": [USER, by_model(text("b")), USER]}, "<user>a<assistant>b<user>a<assistant>"),
     # The answer goes on with the text of a last message of the assistant.
     ({"messages": [USER, {"role": "assistant", "content": "b c"}]}, "<user>a<assistant>b c"),
     (
-        {
-            "messages": [
-                USER,
-                {
-                    "role": "assistant",
-                    "content": [
-                        {"type": "thinking", "thinking": "hm", "signature": "x"},
-                        text("I go"),
-                        called("1", laps=1),
-                        called("2", laps=2) | CACHED,
-                    ],
-                },
-                {
-                    "role": "user",
-                    "content": [result("1", "x"), result("2", [text("y")]), text("b")],
-                },
-            ],
-            "tools": [RIDE, WALK | CACHED],
-        },
+        {"messages": [USER, CALLS, RESULTS], "tools": [RIDE, WALK | CACHED]},
         '[ride][walk]<user>a<assistant>hmI go(1 ride {"laps": 1})(2 ride {"laps": 2})'
         "<tool>x1<tool>y2<user>b<assistant>",
     ),
     (
-        {
-            "messages": [
-                USER,
-                {"role": "assistant", "content": [called("1")]},
-                {"role": "user", "content": [result("1", []) | {"is_error": True}]},
-            ]
-        },
+        {"messages": [USER, by_model(called("1")), by_user(result("1", []) | {"is_error": True})]},
         "<user>a<assistant>(1 ride {})<tool>1<assistant>",
     ),
     ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "True<user>a<assistant>"),
@@ -169,60 +151,30 @@ async def test_the_prompt_of_a_conversation(served: Served, body: Any, prompt: s
     assert tokens["input_tokens"] == len(prompt)
 
 
-ANSWERS: list[tuple[dict[str, Any], str, list[Any], str, str | None]] = [
-    ({}, "Hello there.", [text("Hello there.")], "end_turn", None),
-    ({}, "", [], "end_turn", None),
-    ({"max_tokens": 3}, "Hello", [text("Hel")], "max_tokens", None),
-    ({"stop_sequences": ["!", "."]}, "One. Two!", [text("One")], "stop_sequence", "."),
-    (
-        {"tools": [RIDE]},
-        f"I go.{CALL}{CALL}",
-        [text("I go."), called("", laps=3), called("", laps=3)],
-        "tool_use",
-        None,
-    ),
-    (
-        {"tools": [RIDE], "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
-        CALL * 2,
-        [called("", laps=3)],
-        "tool_use",
-        None,
-    ),
-    (
-        {"tools": [RIDE], "tool_choice": {"type": "tool", "name": "ride"}},
-        '{"laps": 3}',
-        [called("", laps=3)],
-        "tool_use",
-        None,
-    ),
-    (
-        {"tools": [RIDE, WALK], "tool_choice": {"type": "any"}},
-        '[{"name": "walk", "arguments": {}}, {"name": "ride", "arguments": {"laps": 3}}]',
-        [called("") | {"name": "walk"}, called("", laps=3)],
-        "tool_use",
-        None,
-    ),
-    (
-        {"tools": [RIDE]},
-        CALL.replace('{"laps": 3}', r'"{\"laps\": NaN}"'),  # no JSON
-        [called("", input='{"laps": NaN}')],
-        "tool_use",
-        None,
-    ),
-    ({"tools": [RIDE], "max_tokens": 30}, CALL, [text(CALL[:30])], "max_tokens", None),
-    (
-        {},
-        "<think>hm</think>\n\nyes",
-        [{"type": "thinking", "thinking": "hm", "signature": "unsigned"}, text("yes")],
-        "end_turn",
-        None,
-    ),
+LAPS, UNSIGNED = called("", laps=3), {**THOUGHT, "signature": "unsigned"}
+RIDES = {"tools": [RIDE], "tool_choice": {"type": "tool", "name": "ride"}}
+ONE = {"tools": [RIDE], "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}
+ANY = {"tools": [RIDE, WALK], "tool_choice": {"type": "any"}}
+BOTH = '[{"name": "walk", "arguments": {}}, {"name": "ride", "arguments": {"laps": 3}}]'
+ODD = CALL.replace('{"laps": 3}', r'"{\"laps\": NaN}"')  # no JSON
+ANSWERS: list[tuple[dict[str, Any], str, list[Any], str]] = [
+    ({}, "Hello there.", [text("Hello there.")], "end_turn"),
+    ({}, "", [], "end_turn"),
+    ({"max_tokens": 3}, "Hello", [text("Hel")], "max_tokens"),
+    ({"stop_sequences": ["!", "."]}, "One. Two!", [text("One")], "stop_sequence"),
+    ({"tools": [RIDE]}, f"I go.{CALL}{CALL}", [text("I go."), LAPS, LAPS], "tool_use"),
+    (ONE, CALL * 2, [LAPS], "tool_use"),
+    (RIDES, '{"laps": 3}', [LAPS], "tool_use"),
+    (ANY, BOTH, [called("") | {"name": "walk"}, LAPS], "tool_use"),
+    ({"tools": [RIDE]}, ODD, [called("", input='{"laps": NaN}')], "tool_use"),
+    ({"tools": [RIDE], "max_tokens": 30}, CALL, [text(CALL[:30])], "max_tokens"),
+    ({}, "<think>hm</think>\n\nyes", [UNSIGNED, text("yes")], "end_turn"),
 ]
 
 
-@pytest.mark.parametrize(("body", "reply", "content", "reason", "stop"), ANSWERS)
+@pytest.mark.parametrize(("body", "reply", "content", "reason"), ANSWERS)
 async def test_an_answer_whole_and_streamed(
-    serve: Serve, body: Any, reply: str, content: list[Any], reason: str, stop: str | None
+    serve: Serve, body: Any, reply: str, content: list[Any], reason: str
 ) -> None:
     async with serve(MockTransport(reply), chat_template=TEMPLATE) as served:
         status, _, whole = await ask(served, model="mock", **body)
@@ -234,12 +186,11 @@ async def test_an_answer_whole_and_streamed(
         assert [{**b, "id": ""} if "id" in b else b for b in message["content"]] == content
         ids = [block["id"] for block in message["content"] if "id" in block]
         assert len(set(ids)) == len(ids)
+        stop = "." if reason == "stop_sequence" else None
         assert (message["stop_reason"], message["stop_sequence"]) == (reason, stop)
         assert message["id"].startswith("msg_")
-        assert (message["type"], message["role"], message["model"]) == (
-            *("message", "assistant"),
-            "mock",
-        )
+        kinds = message["type"], message["role"], message["model"]
+        assert kinds == ("message", "assistant", "mock")
     del whole["usage"]["speculation"], streamed["usage"]["speculation"]
     assert whole["usage"] == streamed["usage"]
     assert events[0]["message"]["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
@@ -247,7 +198,8 @@ async def test_an_answer_whole_and_streamed(
 
 @pytest.mark.parametrize("reused", [0, 64, 227])
 async def test_cached_tokens_are_no_part_of_the_others(serve: Serve, reused: int) -> None:
-    async with serve(Reusing(reused), chat_template=TEMPLATE) as served:
+    async with serve(MockTransport("x"), chat_template=TEMPLATE) as served:
+        served.transport.reused = reused
         system = "s" * 300
         whole = (await ask(served, system=system))[2]["usage"]
         streamed = joined(await events_of(served, system=system))["usage"]
@@ -260,9 +212,9 @@ async def test_cached_tokens_are_no_part_of_the_others(serve: Serve, reused: int
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages: List should have at least 1 item"),
-    ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "'image'"),
-    ({"messages": [{"role": "user", "content": [result("1", [{"type": "image"}])]}]}, "'image'"),
-    ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id"),
+    ({"messages": [by_user({"type": "image", "source": {}})]}, "'image'"),
+    ({"messages": [by_user(result("1", [{"type": "image"}]))]}, "'image'"),
+    ({"messages": [by_user({"type": "tool_result"})]}, "tool_use_id"),
     ({"messages": [{"role": "robot", "content": "a"}]}, "messages.0.role"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"metadata": {"user_id": "[" * 100_000}}, "user: String should have at most"),
@@ -279,11 +231,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 async def test_refusals_have_anthropics_form(serve: Serve, body: Any, message: str) -> None:
     async with serve(MockTransport("x", 1000), chat_template=TEMPLATE) as served:
         status, _, answer = await ask(served, **body)
-    assert (status, answer["type"], answer["error"]["type"]) == (
-        400,
-        "error",
-        "invalid_request_error",
-    )
+    assert (status, answer["type"]) == (400, "error")
+    assert answer["error"]["type"] == "invalid_request_error"
     assert message in answer["error"]["message"]
 
 
@@ -315,13 +264,14 @@ async def test_an_error_in_mid_stream(serve: Serve) -> None:
 
 
 async def test_a_slow_stream_begins_with_pings(serve: Serve) -> None:
-    transport = SlowTransport()
+    transport = MockTransport("x")
+    transport.may_prefill.clear()
     async with serve(transport, chat_template=TEMPLATE, keep_alive_seconds=0.01) as served:
         body = {"messages": [USER], "max_tokens": 9, "stream": True}
         async with aiohttp.ClientSession() as session:
             async with session.post(f"{served.url}/v1/messages", json=body) as response:
                 assert await response.content.readline() == b"event: ping\n"
-                transport.prefill.set()
+                transport.may_prefill.set()
                 assert b"event: message_start" in await response.content.read()
 
 
@@ -346,10 +296,7 @@ async def test_what_cannot_be_done_is_named_in_a_warning(served: Served) -> None
     redacted = {"type": "redacted_thinking", "data": "x"}
     for body, warning in (
         ({"tools": [RIDE, SEARCH]}, "tools.web_search_20250305.web_search"),
-        (
-            {"messages": [USER, {"role": "assistant", "content": [redacted, text("b")]}, USER]},
-            "messages.content.data",
-        ),
+        ({"messages": [USER, by_model(redacted, text("b")), USER]}, "messages.content.data"),
         ({"context_management": {}}, "context_management"),
     ):
         status, headers, _ = await ask(served, **body)

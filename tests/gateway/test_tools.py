@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from fakes.transport import MockTransport
 
-from paceline.gateway.requests import Function, Tool, ToolUse
-from paceline.gateway.tool_calls import Call, CallParser
+from paceline.gateway.tool_calls import Call
 
 from .conftest import Serve
 
@@ -38,9 +37,6 @@ HERMES = (
     '{"name": "weather", "arguments": {"city": "Rom"}}\n</tool_call>\n'
     '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>\n'
 )
-USE = ToolUse(
-    [Tool(function=Function(name="weather")), Tool(function=Function(name="clock"))], "auto"
-)
 
 
 def test_ids_of_calls_are_9_letters_and_digits() -> None:
@@ -48,12 +44,6 @@ def test_ids_of_calls_are_9_letters_and_digits() -> None:
     ids = {Call("f", "{}").id for _ in range(99)}
     assert len(ids) == 99
     assert all(re.fullmatch("[A-Za-z0-9]{9}", each) for each in ids)
-
-
-def test_text_that_cannot_be_a_call_is_not_held_back() -> None:
-    parser = CallParser(USE)
-    assert parser.push('{"answer": ') == ['{"answer":']
-    assert parser.push("plain ") == [" plain"]
 
 
 async def test_calls_streamed_and_whole(serve: Serve) -> None:

@@ -87,6 +87,11 @@ def commands(page: str) -> Iterator[str]:
 
 
 @cache
+def program() -> argparse.ArgumentParser:
+    return build_parser(COMMANDS)
+
+
+@cache
 def subcommands(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
     """Those of a command by their names."""
     return next((each.choices for each in parser._actions if isinstance(each.choices, dict)), {})
@@ -106,24 +111,24 @@ def options_of(parser: argparse.ArgumentParser, words: Sequence[str]) -> set[str
     return set().union(*(options_of(command, rest) for command in each))
 
 
-def all_options(parser: argparse.ArgumentParser) -> set[str]:
+@cache
+def all_options(parser: argparse.ArgumentParser) -> frozenset[str]:
     """What a command and its sub-commands take."""
     below = (all_options(command) for command in subcommands(parser).values())
-    return set(parser._option_string_actions).union(*below)
+    return frozenset(parser._option_string_actions).union(*below)
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_have_the_options_that_are_shown(page: str) -> None:
-    parser = build_parser(COMMANDS)
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     wrong = []
     for command in commands(page):
-        program, *words = command.split() or [""]
-        if program == "make":
+        name, *words = command.split() or [""]
+        if name == "make":
             wrong += [command for word in words if "=" not in word and word not in targets]
-        elif program == "paceline" and not command.startswith(NO_COMMANDS):
+        elif name == "paceline" and not command.startswith(NO_COMMANDS):
             shown = {w.partition("=")[0] for w in words if re.match(r"--\w", w)}
-            wrong += [f"{command}: {each}" for each in shown - options_of(parser, words)]
+            wrong += [f"{command}: {each}" for each in shown - options_of(program(), words)]
     assert not wrong
 
 
@@ -131,7 +136,7 @@ def test_commands_have_the_options_that_are_shown(page: str) -> None:
 def test_options_without_a_command_are_those_of_some(page: str) -> None:
     spans = re.findall(r"`([^`]+)`", _BLOCK.sub("", text_of(page)))
     shown = {option for span in spans for option in re.findall(r"(?<![\w-])--\w[\w-]*", span)}
-    assert shown <= all_options(build_parser(COMMANDS)) | FOREIGN_OPTIONS
+    assert shown <= all_options(program()) | FOREIGN_OPTIONS
 
 
 PRODUCT = ("kernels", "services", "client")

@@ -5,12 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from google.protobuf.descriptor_pb2 import (
-    DescriptorProto,
-    EnumDescriptorProto,
-    FileDescriptorProto,
-    FileDescriptorSet,
-)
+from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSet
 from grpc_tools import protoc
 
 Named = Iterator[tuple[str, tuple[int, ...]]]
@@ -29,28 +24,18 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[FileDescriptorProto]
     return list(FileDescriptorSet.FromString(out.read_bytes()).file)
 
 
-def messages(found: DescriptorProto, path: tuple[int, ...]) -> Named:
-    yield found.name, path
-    for index, field in enumerate(found.field):
-        yield f"{found.name}.{field.name}", (*path, 2, index)
-
-
-def enums(found: EnumDescriptorProto, path: tuple[int, ...]) -> Named:
-    yield found.name, path
-    for index, value in enumerate(found.value):
-        yield value.name, (*path, 2, index)
-
-
 def declared(file: FileDescriptorProto) -> Named:
     """Every named thing in a file, with its path in the source info."""
-    for index, message in enumerate(file.message_type):
-        yield from messages(message, (4, index))
-    for index, enum in enumerate(file.enum_type):
-        yield from enums(enum, (5, index))
-    for index, service in enumerate(file.service):
-        yield service.name, (6, index)
-        for number, method in enumerate(service.method):
-            yield f"{service.name}.{method.name}", (6, index, 2, number)
+    kinds = (
+        (4, file.message_type, "field"),
+        (5, file.enum_type, "value"),
+        (6, file.service, "method"),
+    )
+    for kind, found, parts in kinds:
+        for index, each in enumerate(found):
+            yield each.name, (kind, index)
+            for number, part in enumerate(getattr(each, parts)):
+                yield f"{each.name}.{part.name}", (kind, index, 2, number)
 
 
 def test_everything_is_commented(files: list[FileDescriptorProto]) -> None:

@@ -4,13 +4,12 @@ model with sliding windows."""
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from programs import PACELINE, run_python
 from system_support import EAGER, generate_and, ids_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -136,10 +135,7 @@ def test_a_comparison_says_what_drafts_give(
     services: tuple[ServiceProcess, ServiceProcess],
 ) -> None:
     words = ["compare", TASKS[1], "--verifier-address", services[0].address, "--runs", "1"]
-    done = subprocess.run(
-        [sys.executable, "-m", "paceline.cli.main", *words, "--max-new-tokens", "32"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = run_python(*PACELINE, *words, "--max-new-tokens", "32")
     assert done.returncode == 0, done.stderr
     assert "identical tokens: yes" in done.stdout
     assert "lm" in done.stdout

@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
+from calls import until
 from certificates import Authority, Pair
 
 from paceline.service import ServerOptions, run_server
@@ -78,13 +79,6 @@ async def serve() -> AsyncIterator[Serve]:
         yield start
 
 
-async def eventually(true: Callable[[], bool]) -> None:
-    """Waits until a condition that another process or thread makes true, and has no event."""
-    async with asyncio.timeout(60):
-        while not await asyncio.to_thread(true):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-
-
 class ToyProcess:
     def __init__(self, folder: Path, drain: float, *start: str) -> None:
         self.diary = folder / "diary"
@@ -105,12 +99,12 @@ class ToyProcess:
             assert self.process.poll() is None, "the toy died"
             return self.ready.exists() and bool(self.ready.read_text())
 
-        await eventually(ready)
+        await until(ready)
         return self.ready.read_text()
 
     async def noted(self, event: str) -> None:
         """Wait until the toy wrote this event into its diary."""
-        await eventually(lambda: event in self.events())
+        await until(lambda: event in self.events())
 
     async def ended(self) -> int:
         return await asyncio.to_thread(self.process.wait, 60)

@@ -13,13 +13,10 @@ MEMORY = "32 20 0:28 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory"
 HYBRID = "33 20 0:29 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw"
 
 
-def describe(root: Path, nodes: list[str], siblings: dict[int, str]) -> None:
-    for number, cpus in enumerate(nodes):
-        (root / f"node/node{number}").mkdir(parents=True)
-        (root / f"node/node{number}/cpulist").write_text(cpus + "\n")
-    for cpu, text in siblings.items():
-        (root / f"cpu/cpu{cpu}/topology").mkdir(parents=True)
-        (root / f"cpu/cpu{cpu}/topology/thread_siblings_list").write_text(text + "\n")
+def write(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text + "\n")
 
 
 @pytest.mark.parametrize(
@@ -44,14 +41,11 @@ def test_one_thread_for_each_core_of_one_node(
     nodes: list[str], siblings: dict[int, str], threads: int,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(usable), raising=False)
-    describe(tmp_path / "sys/devices/system", nodes, siblings)
+    top = "sys/devices/system"
+    write(tmp_path, {f"{top}/node/node{n}/cpulist": cpus for n, cpus in enumerate(nodes)})
+    threads_of = "topology/thread_siblings_list"
+    write(tmp_path, {f"{top}/cpu/cpu{n}/{threads_of}": text for n, text in siblings.items()})
     assert default_threads(tmp_path) == threads
-
-
-def write(root: Path, files: dict[str, str]) -> None:
-    for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text + "\n")
 
 
 def v1(folder: str, quota: str, period: str = "100000") -> dict[str, str]:

@@ -32,6 +32,9 @@ async def test_a_service_error_arrives_with_reason_metadata_and_retry(
     async with served.channel() as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await ask(channel, kind, "fail")
+        with pytest.raises(grpc.aio.AioRpcError, match="by itself") as aborted:
+            await ask(channel, kind, "abort")
+    assert aborted.value.code() is grpc.StatusCode.DATA_LOSS
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert caught.value.details() == "no room"
     info = info_of(caught.value)
@@ -95,16 +98,6 @@ async def test_a_message_over_the_limit_fails_its_call_only(serve: Serve, kind: 
             assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         await echo(other, "two")
         other.cancel()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-async def test_a_handler_may_abort_by_itself(serve: Serve, kind: str) -> None:
-    served = await serve()
-    async with served.channel() as channel:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await ask(channel, kind, "abort")
-    assert caught.value.code() is grpc.StatusCode.DATA_LOSS
-    assert caught.value.details() == "by itself"
 
 
 async def test_cancellation_reaches_the_handler_at_once(serve: Serve) -> None:

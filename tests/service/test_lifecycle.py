@@ -158,7 +158,7 @@ async def test_a_signal_during_start_ends_before_listening(toy_process: Start) -
     assert process.events() == ["start", "stop"]
 
 
-async def test_a_failing_start_still_stops(serve: Serve) -> None:
+async def test_a_failing_start_still_stops() -> None:
     toy = Toy()
     toy.fail_to_start = True
     with pytest.raises(ServiceError, match="the model is not there"):

@@ -13,17 +13,18 @@ from pathlib import Path
 import grpc
 import opentelemetry.semconv
 import pytest
-from calls import free_address
+from calls import eventually
 from opentelemetry.semconv._incubating.attributes.gen_ai_attributes import GenAiOperationNameValues
 from opentelemetry.semconv._incubating.attributes.rpc_attributes import RpcSystemNameValues
 from opentelemetry.semconv.schemas import Schemas
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics
 from prometheus_client.parser import text_string_to_metric_families
 
+from paceline.harness import with_port
 from paceline.service import OptionsError, limits
 from paceline.telemetry.names import CREATE_CACHE, SCHEMA_URL, Attribute, Span
 
-from .conftest import Pair, Serve, eventually
+from .conftest import Pair, Serve
 from .toy import ask
 
 TOKEN = "a-token-only-tests-know"
@@ -52,7 +53,7 @@ def rpcs(address: str, **headers: str) -> dict[tuple[str, str, str], float]:
 
 
 async def test_calls_are_counted_by_how_they_ended(serve: Serve) -> None:
-    address = free_address()
+    address = with_port("127.0.0.1:0")
     served = await serve(metrics_address=address)
     async with served.channel() as channel:
         for order in ("one", "two", "fail", "bug"):
@@ -65,7 +66,7 @@ async def test_calls_are_counted_by_how_they_ended(serve: Serve) -> None:
             with pytest.raises(grpc.aio.AioRpcError):
                 await channel.unary_unary(f"/toy.Toy/{name}")(b"")
     # A call is counted after its caller has the answer.
-    await eventually(lambda: sum(rpcs(address).values()) == 7)
+    await asyncio.to_thread(eventually, lambda: sum(rpcs(address).values()) == 7, "all counted")
     assert await asyncio.to_thread(rpcs, address) == {
         ("UnaryUnary", "OK", ""): 2,
         ("UnaryUnary", "RESOURCE_EXHAUSTED", "FULL"): 1,
@@ -76,7 +77,7 @@ async def test_calls_are_counted_by_how_they_ended(serve: Serve) -> None:
 
 
 async def test_both_formats_and_no_other_path(serve: Serve) -> None:
-    address = free_address()
+    address = with_port("127.0.0.1:0")
     await serve(metrics_address=address)
 
     def scrape() -> None:
@@ -93,7 +94,7 @@ async def test_both_formats_and_no_other_path(serve: Serve) -> None:
 
 @pytest.mark.parametrize("insecure", [False, True])
 async def test_readers_show_the_token_unless_told_otherwise(serve: Serve, insecure: bool) -> None:
-    address = free_address()
+    address = with_port("127.0.0.1:0")
     await serve(token=TOKEN, metrics_address=address, insecure_metrics=insecure)
 
     def scrape() -> list[int]:
@@ -108,7 +109,7 @@ async def test_readers_show_the_token_unless_told_otherwise(serve: Serve, insecu
 
 
 async def test_readers_speak_tls_and_show_certificates(serve: Serve, pki: dict[str, Pair]) -> None:
-    address = free_address()
+    address = with_port("127.0.0.1:0")
     server = pki["server"]
     authority = pki["authority"].cert
     await serve(
@@ -142,7 +143,7 @@ async def test_an_address_in_use_is_refused(serve: Serve) -> None:
 
 async def test_a_request_that_drips_is_ended(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "METRICS_SECONDS", 1.0)
-    address = free_address()
+    address = with_port("127.0.0.1:0")
     await serve(metrics_address=address)
     host, _, port = address.rpartition(":")
     with socket.create_connection((host, int(port))) as connection:
@@ -199,12 +200,8 @@ def test_values_are_in_the_conventions() -> None:
     assert SCHEMA_URL in {schema.value for schema in Schemas}
     operations = {operation.value for operation in GenAiOperationNameValues}
     assert {Span.GENERATION, Span.CHAT} <= operations
+    assert all(name in DOCUMENT for name in values(Span).values())
     assert CREATE_CACHE[Attribute.RPC_SYSTEM] == RpcSystemNameValues.GRPC.value
-
-
-def test_spans_of_our_own_are_documented() -> None:
-    for name in values(Span).values():
-        assert name in DOCUMENT
 
 
 def test_metrics_are_in_the_conventions_or_our_own() -> None:

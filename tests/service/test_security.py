@@ -69,29 +69,17 @@ async def test_mtls_serves_only_certificates_of_its_authority(
 
 
 @pytest.mark.parametrize("kind", ["UnaryUnary", "UnaryStream", "StreamUnary", "StreamStream"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        bearer("wrong"),
-        bearer(""),
-        bearer(TOKEN + "x"),
-        {"metadata": (("authorization", TOKEN),)},
-        {"metadata": (("authorization", f"Basic {TOKEN}"),)},
-    ],
-    ids=["none", "wrong", "empty", "longer", "bare", "basic"],
-)
-async def test_a_call_without_the_token_is_unauthenticated(
-    serve: Serve, kind: str, options: dict[str, Any]
-) -> None:
+async def test_a_call_without_the_token_is_unauthenticated(serve: Serve, kind: str) -> None:
     served = await serve(token=TOKEN)
+    given = ("Bearer wrong", "Bearer ", f"Bearer {TOKEN}x", TOKEN, f"Basic {TOKEN}")
     async with served.channel() as channel:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await ask(channel, kind, None, **options)
-        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
-        details = dict(caught.value.trailing_metadata())["grpc-status-details-bin"]
-        assert b"UNAUTHENTICATED" in details
-        assert TOKEN not in repr(caught.value)
+        for metadata in ((), *((("authorization", each),) for each in given)):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await ask(channel, kind, None, metadata=metadata)
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            details = dict(caught.value.trailing_metadata())["grpc-status-details-bin"]
+            assert b"UNAUTHENTICATED" in details
+            assert TOKEN not in repr(caught.value)
         assert await ask(channel, kind, "hello", **bearer(TOKEN)) == "hello"
 
 

@@ -1,17 +1,15 @@
 """Spans of single calls, and their export by environment variables, which stops no process."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import grpc
 import pytest
 from opentelemetry import trace
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
+from programs import run_python
 
 from paceline.telemetry.exporters import _exporter
 
@@ -39,7 +37,8 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
 async def test_a_call_joins_its_callers_trace(serve: Serve, spans: InMemorySpanExporter) -> None:
     served = await serve()
     async with served.channel() as channel:
-        await ask(channel, "UnaryUnary", "hello", **sent())
+        for kind in KINDS:  # streams have no span for all of them
+            await ask(channel, kind, "hello", **sent())
     (span,) = spans.get_finished_spans()
     assert span.name == "toy.Toy/UnaryUnary"
     assert span.kind is trace.SpanKind.SERVER
@@ -89,22 +88,8 @@ async def test_failures_are_failed_spans(
             await ask(channel, "UnaryUnary", order, **sent())
     (span,) = spans.get_finished_spans()
     assert span.status.status_code is StatusCode.ERROR
-    assert said(span)["error.type"] == error
-    assert said(span).get("rpc.response.status_code") == code
-
-
-async def test_streams_have_no_span_for_all_of_them(
-    serve: Serve, spans: InMemorySpanExporter
-) -> None:
-    served = await serve()
-    async with served.channel() as channel:
-        for kind in KINDS[1:]:
-            assert await ask(channel, kind, "hello", **sent()) == "hello"
-    assert not spans.get_finished_spans()
-
-
-def said(span: ReadableSpan) -> dict[str, object]:
-    return dict(span.attributes or {})
+    facts = span.attributes or {}
+    assert (facts["error.type"], facts.get("rpc.response.status_code")) == (error, code)
 
 
 ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4317"}
@@ -116,17 +101,6 @@ def test_protocols(monkeypatch: pytest.MonkeyPatch, protocol: str) -> None:
     exporter = _exporter("otlp")
     assert (protocol or "grpc").partition("/")[0] in type(exporter).__module__
     exporter.shutdown()
-
-
-def run(program: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
 
 
 SPAN = """
@@ -147,13 +121,13 @@ with traced("my-service"):
     ],
 )
 def test_the_environment_names_the_exporters(environment: dict[str, str], spans: int) -> None:
-    done = run(SPAN, **environment)
+    done = run_python("-c", SPAN, environment=environment)
     assert (done.returncode, done.stderr.count('"name": "hello"')) == (0, spans), done.stderr
 
 
 def test_what_cannot_be_made_is_warned_about() -> None:
     wrong = {"OTEL_TRACES_EXPORTER": "jaeger, otlp", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"}
-    done = run(SPAN, **wrong)
+    done = run_python("-c", SPAN, environment=wrong)
     assert done.returncode == 0
     assert "to jaeger: OTEL_TRACES_EXPORTER must be otlp, console or none" in done.stderr
     assert "to otlp: the protocol is 'http/json'" in done.stderr
@@ -163,6 +137,6 @@ def test_without_the_sdk_there_is_a_warning_and_no_tracer() -> None:
     program = "import sys\nsys.modules['opentelemetry'] = None\n" + SPAN.replace(
         'tracer() and tracer().start_span("hello").end()', "print(tracer())"
     )
-    done = run(program, **ENDPOINT)
+    done = run_python("-c", program, environment=ENDPOINT)
     assert (done.stdout, done.returncode) == ("None\n", 0)
     assert "pip install 'paceline[telemetry]'" in done.stderr

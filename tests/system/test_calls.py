@@ -4,11 +4,10 @@ import asyncio
 import random
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from programs import run_python
 
 from paceline.convert import load_decoder
 from paceline.drafter import Budget, Update
@@ -23,10 +22,7 @@ TARGET = ROOT / "models" / "demo" / "target"
 
 async def test_the_example_of_each_call_runs() -> None:
     with local_services(["--target", str(TARGET)], ["--load=ngram"]) as (verifier, _):
-        done = await asyncio.to_thread(
-            subprocess.run, [sys.executable, str(EXAMPLES / "calls.py"), verifier.address],
-            capture_output=True, text=True, timeout=300,
-        )  # fmt: skip
+        done = await asyncio.to_thread(run_python, EXAMPLES / "calls.py", verifier.address)
     assert done.returncode == 0, done.stderr
     assert "top_k must be an integer >= 0 (0 keeps all tokens), not -1" in done.stdout
     assert "('local', 'ngram')" in done.stdout

@@ -35,15 +35,6 @@ def verifiers(models: dict[str, Path], sockets: Path) -> Iterator[list[ServicePr
         yield processes
 
 
-@pytest.fixture(scope="module")
-def mapping(models: dict[str, Path], verifiers: list[ServiceProcess]) -> Iterator[None]:
-    """A drafter that reads the KV of the verifier in use."""
-    load = f"--load=selfspec=selfspec:{models['llama']},context=24,kv=map"
-    joins = (f"--verifier={verifier.address}" for verifier in verifiers)
-    with ServiceProcess("drafter", [load, *joins], environment=THREADS):
-        yield
-
-
 def addresses(verifiers: list[ServiceProcess]) -> str:
     return ",".join(verifier.address for verifier in verifiers)
 
@@ -54,11 +45,17 @@ def holder(verifiers: list[ServiceProcess], client: Client) -> ServiceProcess:
     return next(verifier for verifier in verifiers if verifier.address == used)
 
 
-@pytest.mark.usefixtures("mapping")
-async def test_a_text_survives_the_death_of_its_verifier(verifiers: list[ServiceProcess]) -> None:
+async def test_a_text_survives_the_death_of_its_verifier(
+    models: dict[str, Path], verifiers: list[ServiceProcess]
+) -> None:
     """Killed in the middle of the text. A drafter maps the KV before and after."""
     (prompt,) = make_prompts(1, seed=11)
-    async with Client(addresses(verifiers), drafting=EAGER, unread_chunks=2) as client:
+    load = f"--load=selfspec=selfspec:{models['llama']},context=24,kv=map"
+    joins = (f"--verifier={verifier.address}" for verifier in verifiers)
+    async with (
+        ServiceProcess("drafter", [load, *joins], environment=THREADS),
+        Client(addresses(verifiers), drafting=EAGER, unread_chunks=2) as client,
+    ):
         expected = await generate_and(client, prompt, "none", TOKENS)
         dead: list[ServiceProcess] = []
 

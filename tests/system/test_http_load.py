@@ -3,7 +3,7 @@
 import asyncio
 import os
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
@@ -69,10 +69,11 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-@pytest.fixture
-def verifier(models: dict[str, Path]) -> ServiceProcess:
+@pytest.fixture(scope="module")
+def verifier(models: dict[str, Path]) -> Iterator[ServiceProcess]:
     target = ["--target", str(models["llama"]), "--weights", "float32", "--schedule", "off"]
-    return ServiceProcess("verifier", target, wrapper=FEW)
+    with ServiceProcess("verifier", target, wrapper=FEW) as process:
+        yield process
 
 
 def health(channel: grpc.Channel) -> int:
@@ -86,7 +87,7 @@ def health(channel: grpc.Channel) -> int:
 
 async def test_more_texts_than_files(verifier: ServiceProcess) -> None:
     """KV of ended texts is kept, but leaves files for new ones."""
-    async with verifier, Client(verifier.address, cache_dir=None) as client:
+    async with Client(verifier.address, cache_dir=None) as client:
         for number in range(64):
             prompt = [number, *range(70)]  # long enough to be kept
             assert (await client.generate(prompt, max_new_tokens=2, ignore_eos=True)).token_ids
@@ -97,21 +98,18 @@ async def test_more_texts_than_files(verifier: ServiceProcess) -> None:
 
 
 async def test_health_says_when_no_file_can_be_opened(verifier: ServiceProcess) -> None:
-    async with verifier:
-        limits = resource.prlimit(verifier.pid, resource.RLIMIT_NOFILE)
-        assert limits == (128, 128)
-        with grpc.insecure_channel(verifier.address) as channel:
-            assert health(channel) == SERVING
-            # Connections of callers are bounded, so something else takes the files.
-            resource.prlimit(
-                verifier.pid,
-                resource.RLIMIT_NOFILE,
-                (len(os.listdir(f"/proc/{verifier.pid}/fd")) + 1, 128),
-            )
-            await asyncio.to_thread(
-                eventually, lambda: health(channel) == NOT_SERVING, "health says so"
-            )
-            resource.prlimit(verifier.pid, resource.RLIMIT_NOFILE, limits)
-            await asyncio.to_thread(
-                eventually, lambda: health(channel) == SERVING, "it serves again"
-            )
+    limits = resource.prlimit(verifier.pid, resource.RLIMIT_NOFILE)
+    assert limits == (128, 128)
+    with grpc.insecure_channel(verifier.address) as channel:
+        assert health(channel) == SERVING
+        # Connections of callers are bounded, so something else takes the files.
+        resource.prlimit(
+            verifier.pid,
+            resource.RLIMIT_NOFILE,
+            (len(os.listdir(f"/proc/{verifier.pid}/fd")) + 1, 128),
+        )
+        await asyncio.to_thread(
+            eventually, lambda: health(channel) == NOT_SERVING, "health says so"
+        )
+        resource.prlimit(verifier.pid, resource.RLIMIT_NOFILE, limits)
+        await asyncio.to_thread(eventually, lambda: health(channel) == SERVING, "it serves again")

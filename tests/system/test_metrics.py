@@ -9,13 +9,13 @@ from pathlib import Path
 
 import grpc
 import pytest
-from calls import eventually, free_address
+from calls import eventually
 from documented_metrics import described, documented
 from prometheus_client.parser import text_string_to_metric_families
 from system_support import EAGER, generate_all, make_prompts
 
 from paceline.client import Client, GenerationResult
-from paceline.harness import local_services
+from paceline.harness import local_services, with_port
 from paceline.v1 import drafter_pb2, drafter_pb2_grpc
 
 TOKENS = 48
@@ -25,24 +25,18 @@ Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 class Endpoint:
     def __init__(self) -> None:
-        self.address = free_address()
+        self.address = with_port("127.0.0.1:0")
         self.arguments = ["--metrics-address", self.address]
         self.samples: Samples = {}
 
     def scrape(self) -> None:
         with urllib.request.urlopen(f"http://{self.address}/metrics", timeout=60) as response:
-            text = response.read().decode()
+            self.families = [*text_string_to_metric_families(response.read().decode())]
         self.samples = {
             (sample.name, frozenset(sample.labels.items())): sample.value
-            for family in text_string_to_metric_families(text)
+            for family in self.families
             for sample in family.samples
         }
-
-    def families(self) -> set[tuple[str, str]]:
-        """Names and kinds of metrics, without those of the process."""
-        with urllib.request.urlopen(f"http://{self.address}/metrics", timeout=60) as response:
-            found = text_string_to_metric_families(response.read().decode())
-        return described(found)
 
     def value(self, name: str, **labels: str) -> float:
         """Sum of a metric's samples that have these labels."""
@@ -82,8 +76,8 @@ async def test_numbers_equal_the_clients(models: dict[str, Path]) -> None:
             await drafter.eventually(lambda: drafter.value("specdec_drafter_streams") == 0)
             expect_drafter(drafter, results)
             expect_dashboard(verifier, drafter)
-            assert verifier.families() - SHARED == documented("Verifier")
-            assert drafter.families() - SHARED == documented("Drafter")
+            assert described(verifier.families) - SHARED == documented("Verifier")
+            assert described(drafter.families) - SHARED == documented("Drafter")
         async with Client(served.address, drafting=EAGER, unread_chunks=2) as client:
             await expect_followed(verifier, drafter, client)
         await expect_unloaded(drafter, drafting.address)

@@ -3,8 +3,6 @@
 import asyncio
 import json
 import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 from collector import Collector, Received, collecting
 from openai import AsyncOpenAI
+from programs import PACELINE, run_python
 
 from paceline.harness import ServiceProcess, local_services
 from paceline.telemetry.names import Attribute
@@ -42,28 +41,13 @@ def traced(models: dict[str, Path]) -> Iterator[tuple[Collector, ServiceProcess]
 def generate(verifier: ServiceProcess, name: str, environment: dict[str, str]) -> dict[str, Any]:
     """A generation of `paceline generate`, which drafts in every round. A chat would first ask for
     the model, outside of the generation."""
-    options = ["--raw", "--seed", "1", "--json", "--draft-always", "--draft-timeout", "60"]
-    shown = paceline("generate", verifier, name, environment, *options)
-    result: dict[str, Any] = json.loads(shown)
-    return result
-
-
-def paceline(
-    command: str, verifier: ServiceProcess, name: str, environment: dict[str, str], *options: str
-) -> str:
-    """What a command prints, in a process of its own, after generating with a drafter."""
-    words = [command, PROMPT, "--max-new-tokens", str(TOKENS), "--drafter", name, *options]
+    words = ["generate", PROMPT, "--max-new-tokens", str(TOKENS), "--drafter", name]
+    words += ["--raw", "--seed=1", "--json", "--draft-always", "--draft-timeout=60"]
     words += ["--verifier-address", verifier.address]
-    done = subprocess.run(
-        [sys.executable, "-m", "paceline.cli.main", *words],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    done = run_python(*PACELINE, *words, environment=environment)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
 
 
 def released(spans: list[Received]) -> bool:
@@ -239,13 +223,7 @@ with traced("test"), SyncClient(transport=MockTransport("fine")) as client:
 heavy = ("opentelemetry.sdk", "opentelemetry.exporter", "prometheus_client")
 print([name for name in sys.modules if name.startswith(heavy)])
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(Path(__file__).parent.parent)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = run_python("-c", program, Path(__file__).parent.parent)
     assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
 
 
