@@ -11,8 +11,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 BUDGET = {
-    "kernels": 10_016,
-    "services/common": 17_765,
+    "kernels": 9_958,
+    "services/common": 17_678,
     "services/verifier": 10_257,
     "services/drafter": 10_041,
     "client": 17_563,

@@ -59,15 +59,13 @@ class DeviceKernels(Protocol):
     def accept_drafts(
         self, scores: Tensor, tokens: Tensor, drafts: NDArray[np.int64], chances: NDArray[np.int64]
     ) -> None:
-        """Replace the tokens of rows with drafts by those of rejection sampling.
+        """Replace the tokens of rows with drafts, their largest scores' ids, int64 ``[R]``, by
+        those of rejection sampling.
 
-        Args:
-            scores: Filtered logits over temperature, float32 ``[R, V]``, dense.
-            tokens: Their largest scores' ids, int64 ``[R]``; overwritten where there is a draft.
-            drafts: int64 ``[D, 5]``: row, token, seed, position, and the sum of the probabilities
-                as float64.
-            chances: The probabilities of all drafts: place in ``[D, V]`` and the float32 bits,
-                int64 ``[2, n]``.
+        ``scores`` are filtered logits over temperature, float32 ``[R, V]``, dense; ``drafts``,
+        int64 ``[D, 5]``, row, token, seed, position, and the sum of the probabilities as float64;
+        ``chances`` the probabilities of all drafts: place in ``[D, V]`` and the float32 bits, int64
+        ``[2, n]``.
         """
 
     def best_candidates(self, logits: Tensor, width: int) -> tuple[Tensor, Tensor]:

@@ -85,17 +85,10 @@ class NativeDraft:
         self._draft: Callable[..., int] = library().paceline_draft
 
     def draft(self, texts: Sequence[DraftText], table: Tensor) -> None:
-        """Draft a tree for each text; their fields from ``drafted`` on are the result.
-
-        Args:
-            texts: Their contexts have room for the new states and a block.
-            table: Cosines, then sines, float32 ``[kinds, positions, D]``, or of one kind
-                ``[positions, D]``, of all positions.
-
-        Raises:
-            MemoryError: Memory ran out.
-            IndexError: A token is outside of the vocabulary.
-        """
+        """Draft a tree for each text, whose contexts have room for the new states and a block;
+        their fields from ``drafted`` on are the result. ``table`` has cosines, then sines, of all
+        positions, float32 ``[kinds, positions, D]``, or of one kind ``[positions, D]``. Raises
+        ``MemoryError``, and ``IndexError`` for a token outside of the vocabulary."""
         count = len(texts)
         failed = self._draft(
             ctypes.addressof(self._model), (ctypes.c_void_p * count)(*map(ctypes.addressof, texts)),

@@ -51,16 +51,11 @@ class RowKernels(Protocol):
     ) -> Tensor:
         """Rotate queries and keys by their positions, and write keys and values to their slots.
 
-        Args:
-            heads: ``[at least M, (Hq + 2 Hkv) D]``: queries, keys, values.
-            norms: Of single query and key heads, before the rotation; None for none.
-            table: float32 ``[positions, D]``: cosines of every angle, then sines.
-            plan: Positions, sequences and slots of the M rows.
-            keys: Per sequence, a layer's key cache ``[Hkv, capacity, D]``, or in pages.
-            values: Per sequence, its value cache.
-
-        Returns:
-            Rotated queries, float32 ``[M, Hq, D]``.
+        ``heads`` are queries, keys and values, ``[at least M, (Hq + 2 Hkv) D]``; ``norms`` those of
+        single query and key heads before the rotation, or None; ``table`` the cosines of every
+        angle, then sines, float32 ``[positions, D]``; ``keys`` and ``values`` per sequence a
+        layer's cache ``[Hkv, capacity, D]``, or in pages. Returns rotated queries, float32 ``[M,
+        Hq, D]``.
         """
 
 
@@ -91,15 +86,9 @@ def normalised(x: Tensor, norm: Norm) -> Tensor:
 def convolve_blocks(x: Tensor, base: Tensor, own: Tensor, which: int) -> Tensor:
     """Causal convolution over blocks, with weights of channels and of positions (DFlash 2).
 
-    Args:
-        x: ``[..., Q, width]``.
-        base: Weights of the channels, the newest position's first, ``[size, width]``.
-        own: Weights of the groups of channels at each position, of two convolutions,
-            ``[..., Q, 2 size groups]``.
-        which: Which of the two.
-
-    Returns:
-        Like ``x``.
+    ``x`` and the result are ``[..., Q, width]``; ``base`` has weights of the channels, the newest
+    position's first, ``[size, width]``, ``own`` those of the groups of channels at each position,
+    of two convolutions, ``[..., Q, 2 size groups]``, of which ``which`` is one.
     """
     size, width = base.shape
     weights = own.float().unflatten(-1, (2, size, -1))[..., which, :, :]

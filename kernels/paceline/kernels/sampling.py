@@ -213,15 +213,11 @@ def choose_tokens(
 ) -> Tensor:
     """The tokens the sampling contract names for many rows at once, where the logits are.
 
-    Args:
-        logits: Float ``[R, V]``, rows dense; with penalties and biases, as :func:`edit_rows` adds.
-        params: One a row.
-        positions: Absolute positions of the tokens to be chosen.
-        drafted: Of rows whose token is chosen by rejection sampling, the drafted token and the
-            distribution it was drawn from (:func:`accept_or_resample`).
-
-    Returns:
-        int64 ``[R]``, on the device of the logits. A GPU is not waited for.
+    ``logits`` are float ``[R, V]``, rows dense, with penalties and biases, as :func:`edit_rows`
+    adds; ``positions`` the absolute ones of the tokens to be chosen; ``drafted``, of rows whose
+    token is chosen by rejection sampling, the drafted token and the distribution it was drawn from
+    (:func:`accept_or_resample`). Returns int64 ``[R]``, on the device of the logits. A GPU is not
+    waited for.
     """
     if all(each.greedy for each in params):
         return logits.argmax(1)
@@ -279,16 +275,10 @@ def perturbed_logits(
     """Filtered logits over temperature and noise, whose largest is the contract's token.
 
     On a GPU these are Triton kernels, which keep the same tokens as :func:`filter_logits`.
-
-    Args:
-        logits: Float ``[R, V]``, rows dense; with penalties and biases.
-        params: One a row; those at temperature 0 get no noise.
-        positions: Absolute positions of the tokens to be chosen; below 0: without noise.
-        ids: Token id of each logit, rising, int64 ``[V]`` on the device of the logits; None: its
-            index.
-
-    Returns:
-        float32 ``[R, V]`` on the device of the logits; -inf for tokens that a filter removes.
+    ``logits`` are float ``[R, V]``, rows dense, with penalties and biases. Rows at temperature 0 or
+    a position below 0 get no noise. ``ids`` has the token of each logit, rising, int64 ``[V]`` on
+    the device of the logits; None: its index. Returns float32 ``[R, V]`` there; -inf for tokens
+    that a filter removes.
     """
     if not logits.is_cpu:
         return kernels_for(logits.device).perturb(logits, params, positions, ids)
@@ -436,18 +426,12 @@ def _weights(values: Tensor) -> tuple[NDArray[np.int64], int]:
 def best_candidates(
     logits: Tensor, width: int, temperature: float = 1.0, noise: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The largest scores of each row, as the softmax of the row sees them.
+    """The ``width`` largest scores of each row of ``[R, V]``, as the softmax of the row sees them.
 
-    Args:
-        logits: Float ``[R, V]``; the scores, if there is no noise. On the CPU they are read as
-            float32.
-        width: Candidates of a row, at most V.
-        temperature: Scores are ``logits / temperature + noise``.
-        noise: float32 ``[V]`` on the CPU, as are the logits then.
-
-    Returns:
-        Ids, int64 ``[R, width]``, best first, and the logs of their softmax, ``[R, width]``; on the
-        device of ``logits``. Ids with log -inf are arbitrary.
+    Scores are ``logits / temperature + noise``, the noise float32 ``[V]`` on the CPU, as are the
+    logits then; without noise they are the logits. On the CPU logits are read as float32. Returns
+    ids, int64 ``[R, width]``, best first, and the logs of their softmax, ``[R, width]``, on the
+    device of ``logits``. Ids with log -inf are arbitrary.
     """
     if not logits.is_cpu:
         return kernels_for(logits.device).best_candidates(logits, width)
@@ -527,16 +511,11 @@ def accept_or_resample(
     drafted: int,
     proposal: Proposal,
 ) -> int:
-    """The drafted token if it is accepted, else a sample of the residual.
+    """The drafted token if it is accepted, else a sample of the residual, at a temperature above 0.
 
-    Args:
-        logits: float32 or bf16 ``[V]`` on the CPU, of the token before ``position``.
-        params: Sampling parameters; the temperature is above 0.
-        position: Absolute position of the token.
-        history: Tokens before ``position``.
-        drafted: The drafted token: ``proposal.draw(params.seed, position)``, or the token that the
-            proposal is certain of.
-        proposal: The distribution it was drawn from.
+    ``logits`` are those of the token before ``position``, float32 or bf16 ``[V]`` on the CPU,
+    ``history`` the tokens before it. ``drafted`` is ``proposal.draw(params.seed, position)``, or
+    the token that the proposal is certain of.
     """
     scores = filter_logits(logits, params, history)
     return resampled(scores, params.seed, position, drafted, proposal)

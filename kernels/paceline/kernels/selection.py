@@ -33,16 +33,11 @@ def streaming(length: int, budget: int) -> tuple[range, ...]:
 
 
 def best_chunks(scores: Tensor, size: int, count: int) -> Tensor:
-    """Positions of the chunks with the highest scores.
+    """Positions of the ``count`` chunks with the highest scores, float ``[layers, chunks]``; chunk
+    i holds positions ``i * size`` on.
 
-    Args:
-        scores: One a chunk, float ``[layers, chunks]``; chunk i holds positions ``i * size`` on.
-        size: Positions a chunk.
-        count: Chunks to select, at most as many as there are.
-
-    Returns:
-        Rising positions of each layer, int64 ``[layers, count * size]`` where the scores are. Of
-        chunks with equal scores any are selected, on a GPU others than on a CPU.
+    Returns rising positions of each layer, int64 ``[layers, count * size]`` where the scores are.
+    Of chunks with equal scores any are selected, on a GPU others than on a CPU.
     """
     best = scores.topk(count, dim=1, sorted=False).indices.sort(dim=1).values
     return (best.unsqueeze(-1) * size + torch.arange(size, device=scores.device)).flatten(1)
@@ -75,12 +70,8 @@ class PageBounds:
         self._bounds = torch.empty(0)
 
     def extend(self, keys: Sequence[Plane], length: int) -> None:
-        """Add the new whole pages among the first ``length`` positions.
-
-        Args:
-            keys: Of each layer, ``[Hkv, capacity, D]``; positions added before have not changed.
-            length: Positions that may be read.
-        """
+        """Add the new whole pages among the first ``length`` positions of each layer's keys,
+        ``[Hkv, capacity, D]``; positions added before have not changed."""
         first, stop = self._known, length // self._size
         if first == stop:
             return

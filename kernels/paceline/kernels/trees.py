@@ -224,21 +224,13 @@ def plan_trees(
     device: torch.device | str = "cpu",
     ancestors: Tensor | None = None,
 ) -> TreePlan:
-    """Plan one packed forward pass.
+    """Plan one packed forward pass, for all its layers.
 
-    Args:
-        blocks: Query blocks, at least one. Several blocks may belong to one sequence (chunks of
-            a prefill); their keys and values must all be in the cache before attention runs.
-        positions: Absolute position of every row, for caches whose slots are not positions; None:
-            slots are positions.
-        device: Device of the queries and caches.
-        ancestors: As in :class:`TreePlan`.
-
-    Returns:
-        The plan, for all layers of one pass.
-
-    Raises:
-        ValueError: There is no block, or another number of positions than rows.
+    Several blocks may belong to one sequence (chunks of a prefill); their keys and values must all
+    be in the cache before attention runs. ``positions`` are the absolute ones of all rows, for
+    caches whose slots are not positions; ``device`` is that of queries and caches, ``ancestors`` as
+    in :class:`TreePlan`. Raises ``ValueError`` if there is no block, or another number of positions
+    than rows.
     """
     if not blocks:
         raise ValueError("a plan needs at least one query block, got none")

@@ -65,19 +65,11 @@ def checked(
     valid: Callable[[_T], bool] = lambda _: True,
     at: str = "",
 ) -> _T:
-    """A value as `kind`, as of `exactly`.
+    """A value as `kind`, as of `exactly`, which `valid` says is in its range. Errors say what was
+    `expected`, and of which part of the parameter (`at`, such as "[3]").
 
-    Args:
-        parameter: Name of the parameter.
-        value: Its value.
-        kind: Type that it must have.
-        expected: What it must be, for the error.
-        valid: Whether it is in its range.
-        at: Which part of the parameter it is, such as "[3]", for the error.
-
-    Raises:
-        ParameterError: It is of another type, out of its range, or a text with half a surrogate
-            pair, which UTF-8 cannot encode.
+    Raises `ParameterError` for another type, a value out of range, or a text with half a surrogate
+    pair, which UTF-8 cannot encode.
     """
     converted = exactly(value, kind)
     if converted is None or not valid(converted):

@@ -110,15 +110,10 @@ def published(described: Json) -> tuple[str, str] | None:
 
 
 def published_shape(described: Json, method: str, target_layers: int = 0) -> dict[str, Any]:
-    """The fields of a published drafter's shape.
-
-    Args:
-        described: All of config.json.
-        method: That of the drafter.
-        target_layers: Number of layers of the target; 0: not known.
+    """The fields of a published drafter's shape, by all of its config.json.
 
     Raises ``UnsupportedModelError`` if it is of another method, needs an unsupported feature, lacks
-    a field, or is for a target of another depth.
+    a field, or is for a target of another depth than ``target_layers``; 0: not known.
     """
     known = published(described)
     if known is None or known[0] != method:

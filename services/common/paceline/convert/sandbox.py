@@ -40,17 +40,11 @@ def run_in_child(
 ) -> T:
     """The result of work in a child process, whose logs become those of this one.
 
-    Args:
-        work: Called with a function to say how far it is; it and its result can be pickled. It
-            finds one thread of the math library.
-        what: Path and work, for errors.
-        seconds: Time that it may take.
-        memory: Memory that it may take beside that of Python and its modules. Unit: bytes.
-        progress: Called here with what it says.
-
-    Raises:
-        UnsupportedModelError: It took more than it may, or ended without a result.
-        Exception: What ``work`` raises.
+    ``work`` is called with a function to say how far it is, and ``progress`` here with what it
+    says. It and its result can be pickled; it finds one thread of the math library. ``what`` is
+    path and work, for errors; ``memory`` the bytes it may take beside those of Python and its
+    modules. Raises ``UnsupportedModelError`` if it took more than it may, or ended without a
+    result, and what ``work`` raises.
     """
     if sys.platform != "linux":
         return work(progress)

@@ -256,11 +256,8 @@ class Origin:
 
 
 def open_model(path: str | Path | ModelSource, lora: str | Path | None = None) -> ModelSource:
-    """A model folder, or a GGUF file, whose structure is checked.
-
-    Args:
-        path: The folder or file, or what is returned for it.
-        lora: Folder of an adapter that is merged into it; see :class:`LoraModel`.
+    """A model folder, or a GGUF file, whose structure is checked, or what this returned for it;
+    ``lora`` is the folder of an adapter that is merged into it, see :class:`LoraModel`.
 
     Raises ``UnsupportedModelError`` if the file is damaged or of a kind that is not supported, or
     the adapter is, and ``FileNotFoundError`` if there is no such file, or the folder has no

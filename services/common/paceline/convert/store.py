@@ -64,16 +64,10 @@ def load_decoder(
 ) -> Decoder:
     """Pack a Hugging Face folder with safetensors weights, or a GGUF file, in memory.
 
-    Args:
-        source: The folder or file.
-        weights: float32, bfloat16, int8, int4, or "auto" for the stored format (bfloat16 for
-            float16). int8 quantises with one scale an output over rotated inputs
-            (:mod:`paceline.kernels.rotated`), int4 in blocks of 32.
-        device: Where to run.
-        kv_cache_dtype: See :func:`config_for`, as for ``max_context`` and errors besides those of
-            :func:`open_model`.
-        max_context: Maximum length of texts; None for that of the model.
-        numerics: See :func:`numerics_for`, also for its errors.
+    ``weights`` is float32, bfloat16, int8, int4, or "auto" for the stored format (bfloat16 for
+    float16). int8 quantises with one scale an output over rotated inputs
+    (:mod:`paceline.kernels.rotated`), int4 in blocks of 32. For the rest and errors see
+    :func:`config_for`, :func:`numerics_for` and :func:`open_model`.
     """
     model = open_model(source)
     with about(model.path), torch.inference_mode():
@@ -88,21 +82,13 @@ def prepare(
     device: torch.device | str = "cpu",
     progress: Progress = lambda count, total: None,
 ) -> PackedModel:
-    """A model ready to be run: read from the cache folder, or packed into it first.
+    """A model, as of :func:`load_decoder`, ready to be run: read from the cache folder, or packed
+    into it first.
 
     A GPU's weights are packed on the GPU, and not kept. Where the folder cannot be written, the
-    model is packed in memory.
-
-    Args:
-        path: A Hugging Face folder with safetensors weights, or a GGUF file.
-        weights: float32, bfloat16, int8, int4 or auto; see :func:`load_decoder`.
-        lora: Folder of an adapter that is merged into it.
-        device: Where it will run.
-        progress: Called with the number of layers that are packed, and of all.
-
-    Raises ``UnsupportedModelError`` if it is damaged, of a kind that is not supported, or takes too
-    much memory or time, and ``FileNotFoundError`` if there is no such file, or the folder has no
-    config.json.
+    model is packed in memory. ``progress`` is called with the number of layers that are packed, and
+    of all. Raises ``UnsupportedModelError`` if it is damaged, of a kind that is not supported, or
+    takes too much memory or time, and ``FileNotFoundError`` as :func:`open_model`.
     """
     path, lora = Path(path), str(Path(lora).resolve()) if lora else ""
     if not device_of(device).packs:

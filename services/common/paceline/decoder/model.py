@@ -123,20 +123,13 @@ class Decoder:
         taps: Sequence[int] = (),
         observer: AttentionObserver | None = None,
     ) -> ForwardResult:
-        """Run packed query blocks and write their keys and values into the caches.
+        """Run packed query blocks and write their keys and values into the caches, which have room
+        up to ``block.stop``; the caller commits them.
 
-        Args:
-            tokens: Token ids, int64 ``[M]``, packed as in the plan.
-            plan: Query blocks; ``block.sequence`` indexes ``caches``.
-            caches: One per sequence, with room up to ``block.stop``.
-            logit_rows: Rows to compute logits for, int64 ``[R]``; None for all.
-            taps: Layers whose outputs to return, 0 for the first.
-            observer: Receives attention scores, if any.
-
-        Returns:
-            Logits and taps. The caller commits the caches.
-
-        Raises ``ValueError`` if tokens and plan differ in length.
+        ``tokens``, int64 ``[M]``, are packed as in the plan, whose ``block.sequence`` indexes
+        ``caches``. Logits are those of ``logit_rows``, int64 ``[R]``, or all; ``taps`` are layers
+        whose outputs to return, 0 for the first. Raises ``ValueError`` if tokens and plan differ in
+        length.
         """
         if tokens.shape != (plan.rows,):
             raise ValueError(f"tokens have shape {tuple(tokens.shape)}, plan has {plan.rows} rows")

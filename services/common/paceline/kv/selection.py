@@ -230,16 +230,8 @@ class SelectionPolicy(ABC):
 
     @abstractmethod
     def choose(self, committed: int, budget: int) -> list[Tensor]:
-        """Choose positions.
-
-        Args:
-            committed: Committed length, at least 1. Unit: tokens.
-            budget: Maximum number of positions per layer, at least 1.
-
-        Returns:
-            Positions for each layer, int64 ``[n]``, rising, all below ``committed``, the same
-            number for all layers.
-        """
+        """At most ``budget`` positions per layer below ``committed``, both at least 1: int64
+        ``[n]``, rising, the same number for all layers."""
 
 
 PolicyFactory = Callable[[ObservedCache, Sequence[int]], SelectionPolicy]

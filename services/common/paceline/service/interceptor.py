@@ -168,14 +168,10 @@ class ServiceError(Exception):
     """The failure of a call, as sent to its caller.
 
     The runtime turns it into a `google.rpc.Status` with an `ErrorInfo` (domain "paceline") and, if
-    `retry_after` is set, a `RetryInfo`. Servicers raise it instead of calling `abort`.
-
-    Args:
-        code: gRPC status code, not OK.
-        reason: stable UPPER_SNAKE_CASE name that programs may compare.
-        message: what was wrong, what was expected, what to do. No secrets.
-        retry_after: seconds after which the same call may succeed; None: not known.
-        metadata: further facts for programs, sent as strings.
+    `retry_after` is set, a `RetryInfo`. Servicers raise it instead of calling `abort`. `reason` is
+    a stable UPPER_SNAKE_CASE name that programs may compare; `message` says what was wrong, what
+    was expected and what to do, without secrets; `retry_after` is in seconds; `metadata` are
+    further facts for programs.
     """
 
     def __init__(

@@ -68,21 +68,13 @@ def serve_metrics(options: ServerOptions, registry: CollectorRegistry) -> Metric
 
 
 class MetricsEndpoint(ThreadingWSGIServer):
-    """Serves a registry under `/metrics` on its own threads.
+    """Serves a registry, whose collectors it calls, under `/metrics` on its own threads.
 
     The server of `prometheus_client`, with a token and without three weaknesses: there a connection
     that never finishes its TLS handshake blocks all others, one whose request never ends is never
     closed, and each has a thread. Here it is closed after a time, or when too many others came
-    after it.
-
-    Args:
-        host: to listen on, without brackets.
-        port: 0 takes any free one.
-        registry: what to serve. Its collectors are called on a thread of the endpoint.
-        token: bearer token required of readers; None: none is required.
-        tls: for HTTPS; None: plain HTTP.
-
-    Raises ``OSError`` if the address cannot be listened on.
+    after it. The host is without brackets; port 0 takes any free one; readers must send the token,
+    if there is one. Raises ``OSError`` if the address cannot be listened on.
     """
 
     # Without this, a second server on the same port would take half of the calls.

@@ -65,17 +65,12 @@ class NgramIndex:
     def matches(
         self, text: Sequence[int], *, limit: int, match_limit: int, shortest: int = 1
     ) -> list[tuple[int, int]]:
-        """Find positions preceded by the same tokens as the end of a text.
+        """Find positions preceded by the same tokens as the end of the text of the index.
 
-        Args:
-            text: The text of the index.
-            limit: Maximum number of matches, and of positions compared for each n.
-            match_limit: Longest match that is measured. Unit: tokens.
-            shortest: Shortest n-gram that is looked up. Unit: tokens.
-
-        Returns:
-            (position of the continuation, length of the match) of each match, longer n-grams first,
-            more recent positions first among equals.
+        ``limit`` is the maximum of matches, and of positions compared for each n; ``match_limit``
+        the longest match that is measured, ``shortest`` the shortest n-gram that is looked up.
+        Returns (position of the continuation, length of the match) of each match, longer n-grams
+        first, more recent positions first among equals.
         """
         found: dict[int, int] = {}
         for index in range(len(self._keys) - 1, max(0, shortest - self._min) - 1, -1):

@@ -23,18 +23,13 @@ def grow(
 ) -> TokenTree:
     """Grow a tree best first: adds the node whose path is most likely to be accepted.
 
-    Args:
-        root: State of the anchor.
-        expand: Returns the children of a node from its state and depth (0 for the anchor): token,
-            confidence in [0, 1] and state of each, with no token twice.
-        nodes: Maximum number of nodes of the tree.
-        depth: Maximum path.
-        min_survival: Nodes whose path is less likely than this are left out.
-        source: Name of the source that proposes the nodes; empty: a drafter.
+    ``root`` is the state of the anchor. ``expand`` returns the children of a node by its state and
+    depth (0 for the anchor): token, confidence in [0, 1] and state of each, with no token twice.
+    Nodes whose path is less likely than ``min_survival`` are left out. ``source`` proposes the
+    nodes; empty: a drafter.
 
-    Returns:
-        A tree with confidences whose nodes are sorted by falling survival: every prefix of it is
-        the best tree of that size.
+    Returns a tree with confidences whose nodes are sorted by falling survival: every prefix of it
+    is the best tree of that size.
     """
     tokens, parents, confidences, _ = _grow(root, expand, nodes, depth, min_survival)
     sources = (source,) * len(tokens) if source else ()

@@ -53,11 +53,8 @@ def compile_ahead(
     on memory that no kernel has written: a pass must not use results of kernels as indices.
 
     A kernel that cannot be compiled, or a pass that fails, is logged: the launch that needs it
-    compiles it again, and raises what there is to raise.
-
-    Args:
-        passes: Functions that launch kernels.
-        progress: Called with the number of kernels compiled so far, and of all.
+    compiles it again, and raises what there is to raise. ``progress`` is called with the number of
+    kernels compiled so far, and of all.
     """
     submitted: dict[FutureKernel, Any] = {}
     threads = min(len(os.sched_getaffinity(0)), MAX_THREADS)

@@ -21,23 +21,17 @@ def best_of_rows(
     *,
     filtered: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The largest scores of each row, as the softmax of the row sees them, by two kernels.
+    """The ``width`` largest scores of each row, float ``[R, V]``, rows dense, as the softmax of the
+    row sees them, by two kernels.
 
-    Args:
-        logits: Float ``[R, V]``, rows dense.
-        width: Candidates of a row, at most V.
-        record: The rows' parameters of filters and noise on the device, as
-            :func:`~paceline.cuda.triton.backend.sampling_record` has them; None: scores are the
-            logits.
-        ids: Token of each logit, rising, int64 ``[V]`` on the device; None: its index.
-        filtered: Whether a row has a filter.
+    ``record`` has the rows' parameters of filters and noise on the device, as of
+    :func:`~paceline.cuda.triton.backend.sampling_record`; None: scores are the logits. ``ids`` has
+    the token of each logit, rising, int64 ``[V]`` on the device; None: its index. ``filtered``: a
+    row has a filter.
 
-    Returns:
-        Tokens, int64 ``[R, width]``, best first and of equal ones the lowest first, and the logs of
-        their softmax, float32 ``[R, width]``.
-
-    Raises:
-        ValueError: There are more tokens than the kernels' keys have room for.
+    Returns tokens, int64 ``[R, width]``, best first and of equal ones the lowest first, and the
+    logs of their softmax, float32 ``[R, width]``. Raises ``ValueError`` for more tokens than the
+    kernels' keys have room for.
     """
     rows, vocab = logits.shape
     if vocab > 1 << ID_BITS.value:

@@ -217,17 +217,12 @@ class _Tiles:
         chunks: tuple[int, int],
         tail: int | None = None,
     ) -> None:
-        """Add a tile.
+        """Add a tile of ``rows`` rows from packed row ``first`` of the block on.
 
-        Args:
-            block: Its block.
-            first: First packed row in the block.
-            rows: Number of rows.
-            positions: Lowest and highest position of them.
-            ends: End of the columns that all rows see, and of those that any does.
-            chunks: First chunk and end; of a tail the first one is kept, else one that no row
-                sees through a window is left out.
-            tail: Of a tail, where the list of its slots begins.
+        ``positions`` are the lowest and highest of them; ``ends`` those of the columns that all
+        rows see, and that any does; ``chunks`` the first chunk and the end, of which a tail keeps
+        the first, else one that no row sees through a window is left out. ``tail``: where the list
+        of a tail's slots begins.
         """
         keys, window = self._tiling.keys, self._tiling.window
         oldest, seen = (max(0, position - window + 1) if window else 0 for position in positions)
