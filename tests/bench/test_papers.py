@@ -27,7 +27,7 @@ _DEMO = Path("models/demo")
 _CODE = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n\n\n"
 _LIMITS = "--weights bfloat16 --texts 2 --tokens 16 --contexts 96"
 _OPTIONS = {
-    "context": "--speed",
+    "table": "--speed",
     "attention": "--rows 3",
     "dspark": "",
     "load": "--users 2",
@@ -36,7 +36,8 @@ _OPTIONS = {
     "triforce": "--budgets 16 --ratios 0.5",
 }  # the smallest sizes
 _FEW_ARMS = {
-    "context": f"--drafter dspark=dspark:{_DEMO}/dspark,target={_DEMO}/target --drafter n=ngram",
+    "table": f"--drafter dspark=dspark:{_DEMO}/dspark,target={_DEMO}/target --drafter n=ngram "
+    "--drafter r=recycle",
     "selection": "--policies streaming verified quest",
 }
 

@@ -29,7 +29,7 @@ _WEIGHTS = WEIGHTS[1:]  # all but auto
 _OF_ALL_EXPERIMENTS = ("models", "target", "output", "weights", "texts")
 _TEXTS = ("tokens", "temperature", "prompts")
 _OF_EXPERIMENTS = {
-    "context": (*_TEXTS, "contexts", "drafter", "speed"),
+    "table": (*_TEXTS, "contexts", "drafter", "speed"),
     "attention": ("contexts", "rows"),
     "dspark": (*_TEXTS, "drafter"),
     "load": (*_TEXTS, "drafter", "users"),
@@ -169,7 +169,7 @@ def _add_papers(option: Any) -> None:
     option("--temperature", type=float, default=0.0, metavar="T", help="temperature")
     _add_prompts(option)
     _add_drafter(option, "measure", "those of the experiment, for SmolLM2")
-    option("--speed", action="store_true", help="measure speeds with services too, for `context`")
+    option("--speed", action="store_true", help="measure speeds with services too, for `table`")
     text = "KV policies; `selection` has all and quest, `budget` chunk_topk, `triforce` verified"
     option("--policies", nargs="+", default=[], metavar="NAME", help=text)
     option(

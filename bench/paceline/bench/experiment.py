@@ -47,6 +47,7 @@ from paceline.kernels import (
     Pass,
     Program,
     QueryBlock,
+    best_candidates,
     devices,
     plan_trees,
 )
@@ -54,16 +55,21 @@ from paceline.kernels.caches import from_rows
 from paceline.kernels.program import PassResult
 from paceline.kv.policies import load_policy
 from paceline.kv.selection import PAGE
+from paceline.sources.recycle import WIDTH, RecycleOptions, RecycleOwners
+from paceline.text import sampling_rules
 from paceline.train.acceptance import GREEDY, RecordedKv, TargetRecording, rounds
 from paceline.train.phases import Phase
 from paceline.tree import TokenTree, accepted_tokens
 from paceline.verifier.engine.batch import BatchObserver
+from paceline.verifier.engine.local import by_noise
 
 SHORT = FREE[:3]  # categories of short prompts
 LENGTH = "accepted length"  # name of this measure
 _RESAMPLES = 1000
 _PREFILL = 1024  # tokens of a forward pass over a document
+_RECYCLE_DEPTH = 6  # maximum depth of a tree of Token Recycling
 QUEST = "quest"  # an arm of `selfspec` without a policy of that name
+RECYCLE = "recycle"  # an arm that is no drafter: a local source of the verifier
 _SHIPPED = Path("models/smollm2")
 Name = TypeVar("Name")
 Item = TypeVar("Item")
@@ -165,21 +171,51 @@ class PolicyKv(RecordedKv):
     def _observe(self, block: QueryBlock, tokens: Sequence[int]) -> None:
         observer = self._policy.observer
         assert observer is not None
-        start, count = block.start, block.length
         observers = BatchObserver()
         observers.add(observer, 0, block, 0)
-        cache = self._text.cache
-        layers = map(cache.layer, range(self._target.config.layers))
-        planes = [plane for both in layers for plane in both]
-        # The rows overwrite the recording behind the prefix.
-        kept = [plane[:, start : start + count].clone() for plane in planes]
-        plan, rows = plan_trees([block]), torch.tensor([0])
-        self._target.forward(
-            torch.tensor(tokens), plan, [cache], logit_rows=rows, observer=observers
-        )
+        _run_behind(self._target, self._text, block, tokens, observers, torch.tensor([0]))
         observers.publish(self._target.config.q_heads)
-        for plane, before in zip(planes, kept, strict=True):
-            plane[:, start : start + count] = before
+
+
+def _run_behind(
+    target: Decoder, text: TargetRecording, block: QueryBlock, tokens: Sequence[int],
+    observers: BatchObserver | None = None, logit_rows: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Run rows behind a prefix of a recording, which is then as it was; returns the logits of
+    `logit_rows`, or of all."""
+    cache, start, count = text.cache, block.start, block.length
+    layers = map(cache.layer, range(target.config.layers))
+    planes = [plane for both in layers for plane in both]
+    kept = [plane[:, start : start + count].clone() for plane in planes]
+    plan = plan_trees([block])
+    result = target.forward(
+        torch.tensor(tokens), plan, [cache], logit_rows=logit_rows, observer=observers
+    )
+    for plane, before in zip(planes, kept, strict=True):
+        plane[:, start : start + count] = before
+    return result.logits
+
+
+def recycled(target: Decoder, text: TargetRecording) -> Iterator[Round]:
+    """The rounds of Token Recycling along a text; it knows what their rows found likely, and
+    nothing of the prompt or of other texts."""
+    options, rules = RecycleOptions(), sampling_rules(text.sampling)
+    length = text.prompt_length + 1
+    source = RecycleOwners(options).start(text.tokens[:length], "", by_noise(rules))
+    text.cache.reserve(MAX_TREE_NODES)
+    while length + _RECYCLE_DEPTH <= len(text.tokens):
+        began = time.perf_counter()
+        tree = source.propose(options.max_nodes, _RECYCLE_DEPTH)
+        ms = (time.perf_counter() - began) * 1e3
+        accepted = accepted_tokens(tree, text.tokens[length : length + _RECYCLE_DEPTH])
+        yield Round(tree, accepted, ms)
+        parents = (-1, *(parent + 1 for parent in tree.parents))
+        block = QueryBlock(0, length - 1, parents, len(parents))
+        rows = _run_behind(target, text, block, [text.tokens[length - 1], *tree.tokens])
+        ids, logs = best_candidates(rows.float(), WIDTH)
+        likely = list(zip(ids.tolist(), logs.exp().tolist(), strict=True))
+        source.extend(text.tokens[length : length + accepted + 1], tree, likely)
+        length += accepted + 1
 
 
 class _QuestKernels(ReferenceKernels):
@@ -373,17 +409,19 @@ class Bench:
     @torch.inference_mode()
     def along(
         self, prompts: Sequence[list[int]], specs: Mapping[Name, str]
-    ) -> Iterator[tuple[Name, Drafter, list[Round]]]:
+    ) -> Iterator[tuple[Name, list[Round]]]:
         """Let the target answer each prompt, and every drafter draft along the answer."""
-        drafters = {name: self.drafter(spec) for name, spec in specs.items()}
+        drafters = {name: self.drafter(spec) for name, spec in specs.items() if spec != RECYCLE}
         layers = {n for each in drafters.values() for n in each.needs.hidden_state_layers}
         for number, prompt in enumerate(counted(prompts), 1):
             text = write_answer(
                 self.target, self.source, prompt, self.args.tokens, self.args.temperature,
                 number, layers,
             )  # fmt: skip
-            for name, drafter in drafters.items():
-                yield name, drafter, list(self.path(drafter, text))
+            for name in specs:
+                drafter = drafters.get(name)
+                path = recycled(self.target, text) if drafter is None else self.path(drafter, text)
+                yield name, list(path)
 
     def drafter(self, spec: str) -> Drafter:
         """The drafter of a specification, loaded once; its method may be `quest`."""
@@ -413,7 +451,7 @@ class Bench:
     ) -> Samples:
         """Accepted length of drafters by arm and place on the x axis, which `by` names."""
         found = samples()
-        for (arm, x), _, path in self.along(prompts, specs):
+        for (arm, x), path in self.along(prompts, specs):
             pair = sum(each.accepted + 1 for each in path), len(path)
             found[arm][f"{LENGTH} by {by}"][x].append(pair)
         return found

@@ -15,6 +15,7 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Self, cast
 
 import numpy as np
@@ -22,17 +23,26 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from paceline.bench.experiment import LENGTH, QUEST, Bench, Name, Round, Samples, counted, samples
+from paceline.bench.experiment import (
+    LENGTH,
+    QUEST,
+    RECYCLE,
+    Bench,
+    Name,
+    Round,
+    Samples,
+    counted,
+    samples,
+)
 from paceline.bench.prompts import needle_prompts
-from paceline.bench.reference import ReferenceKernels
 from paceline.bench.step.engines import PacelineEngine
 from paceline.bench.table.engines import NONE, AnswerRequest, PacelineServices
+from paceline.cli.shipped import smaller_model
 from paceline.decoder import DecoderConfig, LocalCache
 from paceline.drafter import Drafter, DrafterSpec, Resources
 from paceline.drafter.methods.base import GenerationInfo
 from paceline.drafter.methods.lm import LmDrafter, LmSequence
 from paceline.kernels import (
-    AttentionCall,
     Executor,
     Heads,
     LayerTable,
@@ -45,6 +55,7 @@ from paceline.kernels import (
 )
 from paceline.kv.policies import kv_policies
 from paceline.train.acceptance import replay
+from paceline.train.drafters import drafter_method
 
 _REPEATS = 5  # times that attention is measured, of which the shortest counts
 _PREFILL = 1024  # tokens of a prompt that a small model reads at once
@@ -58,26 +69,60 @@ def _selfspec(bench: Bench, policy: str, ratio: float) -> str:
     return f"selfspec:{bench.models.target},{options},kv_policy={policy}"
 
 
-def _context(bench: Bench) -> None:
-    """Accepted length by tokens of context; with `--speed` the services', and their speed."""
-    target = bench.models.target
-    longspec = f"longspec:{bench.shipped}/longspec,target={target}"
-    drafters = bench.given({
-        "longspec-512": f"{longspec},context=512",
-        "longspec-all": f"{longspec},context=0",
-        "dspark": f"dspark:{bench.shipped}/dspark,target={target},widths=4,4,2,max_nodes=8",
-        "ngram": "ngram",
-        **{f"selfspec-{each}": _selfspec(bench, each, 0.07) for each in kv_policies()},
-    })  # fmt: skip
+def _table(bench: Bench) -> None:
+    """All drafters by tokens of context: accepted length, and with `--speed` also the services' and
+    their speed beside plain decoding's, of those that a service runs."""
+    drafters = bench.given(_untrained(bench) | _trained(bench))
+    heat = f"T = {bench.args.temperature:g}"
+    served = {
+        name: spec for name, spec in drafters.items()
+        if spec.partition(":")[0] not in (QUEST, RECYCLE)
+    }  # fmt: skip
     for length in bench.contexts():
-        texts = bench.documents(length)
+        texts, title = bench.documents(length), f"{bench.weights}, {length} tokens, {heat}"
         specs = {(name, float(length)): spec for name, spec in drafters.items()}
         measure = partial(bench.lengths, "tokens of context", texts, specs)
-        bench.cell(f"{bench.weights}, {length} tokens", bench.weights, measure)
+        bench.cell(title, f"{bench.weights}, {heat}", measure)
         if bench.args.speed:
-            title = f"{bench.weights}, {length} tokens, services"
-            served = partial(_serve, bench, texts, drafters, length)
-            bench.cell(title, f"services, {bench.weights}", served)
+            measured = partial(_serve, bench, texts, served, length)
+            bench.cell(f"{title}, services", f"services, {bench.weights}, {heat}", measured)
+
+
+def _untrained(bench: Bench) -> dict[str, str]:
+    """Drafters of any target: look-up, Token Recycling, MagicDec and SpecAttn, and a small model
+    with all KV and with 512 positions (BudgetDraft): the one beside the target, or it in 4 bits."""
+    target = bench.models.target
+    smaller = smaller_model(target)
+    small = f"lm:{smaller}" if smaller else f"lm:{target},weights=int4"
+    return {
+        "ngram": "ngram", RECYCLE: RECYCLE, "lm": small,
+        "lm-512": f"{small},context=512,keep=budget,kv_policy=chunk_topk",
+        **{each: _selfspec(bench, each, 0.07) for each in ("streaming", QUEST, "verified")},
+    }  # fmt: skip
+
+
+def _trained(bench: Bench) -> dict[str, str]:
+    """Those that were trained for the target; LongSpec with the newest 512 positions too, and with
+    the paper's tree."""
+    options = {
+        "longspec": {"": ",context=0", "-512": ",context=512",
+                     "-paper-tree": ",context=0,widths=4,16,16,16,16,max_nodes=68"},
+        "dspark": {"": ",widths=4,4,2,max_nodes=8"},
+    }  # fmt: skip
+    found = dict[str, str]()
+    for method in ("longspec", "dspark", "eagle3", "mtp"):
+        folder = bench.shipped / method
+        if folder.is_dir() and _made_for(folder, bench.models.target):
+            for name, more in options.get(method, {"": ""}).items():
+                found[method + name] = f"{method}:{folder},target={bench.models.target}{more}"
+    return found
+
+
+def _made_for(folder: Path, target: Path) -> bool:
+    try:
+        return bool(drafter_method(folder, target))
+    except ValueError:
+        return False
 
 
 def _in_turn(arms: list[Name], number: int) -> list[Name]:
@@ -159,10 +204,10 @@ def _dspark(bench: Bench) -> None:
 
     def measure() -> Samples:
         found = samples()
-        for name, drafter, path in bench.along(bench.prompts(), specs):
+        for name, path in bench.along(bench.prompts(), specs):
             mine = found[name]
             mine[LENGTH][0].append((sum(each.accepted + 1 for each in path), len(path)))
-            for level in range(1, drafter.max_depth + 1):
+            for level in range(1, bench.drafter(specs[name]).max_depth + 1):
                 reached = sum(each.accepted >= level - 1 for each in path)
                 passed = sum(each.accepted >= level for each in path)
                 mine["acceptance by position"][level].append((passed, reached))
@@ -331,7 +376,7 @@ def _stack(
 
 
 def _attention(bench: Bench) -> None:
-    """Tree attention in two parts beside one masked attention, in PyTorch and in SDPA."""
+    """Tree attention in two parts beside PyTorch's SDPA with a mask."""
     config = bench.source.config()
     for rows in bench.args.rows:
         bench.cell(f"{rows} rows", f"{rows} rows", partial(_attend, bench, config, rows))
@@ -376,15 +421,12 @@ def _attend(bench: Bench, config: DecoderConfig, rows: int) -> Samples:
         plan = plan_trees([block])
         mask = torch.ones(rows, stop, dtype=torch.bool)
         mask[:, context:] = torch.from_numpy(block.ancestors())
-        out = torch.empty_like(q)
-        call = AttentionCall(q, [keys], [values], plan, scale, None, out, None, ())
         queries, k, v = (each[None] for each in (q.transpose(0, 1), keys, values))
         sdpa = partial(
             scaled_dot_product_attention, queries, k, v, mask, scale=scale, enable_gqa=True
         )
         ways: dict[str, Callable[[], object]] = {
             "SDPA with a mask": sdpa,
-            "masked in PyTorch": partial(ReferenceKernels().attend, call),
             "tree attention": _native(q, keys, values, plan),
         }
         for _ in range(bench.args.texts):
@@ -401,7 +443,7 @@ def _milliseconds(action: Callable[[], object]) -> float:
 
 
 EXPERIMENTS: dict[str, Callable[[Bench], None]] = {
-    "context": _context, "attention": _attention, "dspark": _dspark, "load": _load,
+    "table": _table, "attention": _attention, "dspark": _dspark, "load": _load,
     "selection": _selection, "budget": _budget, "triforce": _triforce,
 }  # fmt: skip
 

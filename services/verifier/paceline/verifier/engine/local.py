@@ -51,7 +51,7 @@ class LocalSources:
         if self._texts is not None:
             guesses.text = self._texts.start(text.tokens, owner)
         if self._recycled is not None:
-            rank = _by_noise(text.sampling)
+            rank = by_noise(text.sampling)
             guesses.recycled = self._recycled.start(text.tokens, owner, rank)
         if self._places is not None and guide is not None:
             guesses.grammar, guesses.guide = self._places.start(guide, owner, text.stop_ids), guide
@@ -126,7 +126,7 @@ def use_guess(job: DraftedText) -> None:
         job.set_draft(Draft(job.guess, LOCAL))
 
 
-def _by_noise(sampling: SamplingRules) -> Rank | None:
+def by_noise(sampling: SamplingRules) -> Rank | None:
     """The order in which the noise of the contract puts candidates; None if there is none."""
     if sampling.greedy:
         return None
