@@ -178,7 +178,7 @@ def test_a_run_from_nothing_to_a_drafter(
             instruct,
             Eagle3Preset(
                 taps=(0, 1), levels=2, window=16, minutes=60, steps=12, rows=4, length=12,
-                adamw_rate=3e-3, conversations=40, draft_vocab_size=100, norm_output=True,
+                adamw_rate=1e-2, conversations=40, draft_vocab_size=100, norm_output=True,
             ),
         ),
     }  # fmt: skip

@@ -79,7 +79,7 @@ def trainers(target: Path, corpus: Corpus) -> dict[str, Train]:
 def test_the_loss_falls_and_the_folder_is_a_drafter(
     method: str, trainers: dict[str, Train], target: Path, make_run: MakeRun, tmp_path: Path
 ) -> None:
-    out, run = tmp_path / "out", make_run("work", 24)
+    out, run = tmp_path / "out", make_run("work", 24, log_steps=1)
     trainers[method](run, out)
     log = torch.load(run.work / "run.pt", weights_only=True)["progress"]["log"]
     losses = [row["loss"] for row in log if "loss" in row]
@@ -93,6 +93,7 @@ def test_the_loss_falls_and_the_folder_is_a_drafter(
     method_class(method).load(out, {"target": str(target)}, Resources()).close()
     card = (out / "README.md").read_text()
     assert f"`{method}`" in card
+    assert f"Mean losses of 1 steps each: {losses[0]:.3f} at first" in card
     expected = {
         "longspec": "lags 1 to 5, 3 of them in each step",
         "dspark": "| texts | rounds | accepted length | position 1 |",

@@ -1,6 +1,8 @@
 """Training reads a target as services do, and checks it before anything is loaded."""
 
 import argparse
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,8 @@ from gguf_files import as_file
 from paceline.decoder import Decoder
 from paceline.harness import models
 from paceline.train import cli, conversations
-from paceline.train.conversations import read_conversations
+from paceline.train.conversations import OwnTexts, read_conversations
+from paceline.train.recipes import recipes
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>{% endfor %}"
@@ -26,6 +29,35 @@ def train(*words: str) -> int:
     parser = argparse.ArgumentParser()
     cli.add_arguments(parser)
     return cli.run(parser.parse_args(words))
+
+
+@pytest.mark.parametrize("layers", [2, 7, 18, 24, 28, 30, 80])
+def test_the_presets_for_instruct_models_fit_targets_of_any_depth(
+    layers: int, target: Path, folder: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Of 7 layers or more; others are refused before a text is written."""
+    (target / "chat_template.jinja").write_text(TEMPLATE)
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, "num_hidden_layers": layers}))
+
+    def load(*args: object) -> None:
+        raise AssertionError("texts are written")
+
+    monkeypatch.setattr(OwnTexts, "load", load)
+    monkeypatch.setattr(cli, "_HELDOUT_FILES", 2)
+    for method, preset in (("dspark", "smollm2"), ("dspark", "shipped"), ("eagle3", "smollm2")):
+        recipe = recipes()[method]
+        fits = replace(recipe.presets[preset], draft_vocab_size=99)
+        trainer = recipe.load_trainer(target, fits)
+        if layers > 2:
+            taps = trainer.new_drafter(0).config.taps
+            assert taps == (2, layers // 2, layers - 3, layers - 1)
+            continue
+        words = [method, "--preset", preset, "--target", str(target), "--data", str(folder)]
+        words += ["--vocabulary", "99", "--out", str(target / "out"), "--work", str(target / "w")]
+        assert train(*words) == 1
+        assert "expected strictly increasing" in capsys.readouterr().err
 
 
 def test_help_says_what_holds_without_each_option() -> None:

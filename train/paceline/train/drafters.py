@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -334,8 +336,17 @@ def parameters(model: nn.Module) -> str:
     return f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters"
 
 
-def machine() -> str:
-    return f"{usable_cpus()} threads of a processor {processor_name()}"
+def origin(progress: Progress) -> str:
+    """How the weights were made, for a model card: counts, machine, command, and the losses of the
+    first twentieth of the steps, with which another run of the command is compared."""
+    command = shlex.join(["paceline", *sys.argv[1:]])
+    text = f"""{progress.description}, on {usable_cpus()} threads of a processor {processor_name()},
+by `{command}`"""
+    logged = [(row["step"], row["loss"]) for row in progress.log if "loss" in row]
+    first = [f"{loss:.3f}" for step, loss in logged if step <= progress.step / 20]
+    if first:
+        text += f".\nMean losses of {logged[0][0]:g} steps each: {', '.join(first)} at first"
+    return text
 
 
 def rounds_section(rounds: Rounds) -> str:

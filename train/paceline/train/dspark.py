@@ -378,7 +378,7 @@ class DSparkTrainer(LayerTrainer[DSparkPreset, DSparkDrafterModel]):
         return BlockDrafter(drafter.model), loss
 
     def initial_weights(
-        self, source: ModelSource, drafter: DSparkDrafterModel, drafted: Tensor
+        self, source: ModelSource, drafter: DSparkDrafterModel
     ) -> dict[str, Tensor]:
         """Weights of the target's last layers, by the names of a DSparkModel.
 
@@ -403,7 +403,7 @@ class DSparkTrainer(LayerTrainer[DSparkPreset, DSparkDrafterModel]):
         mixed[near] = torch.eye(config.hidden)
         weights["fc.weight"] = torch.cat(list(mixed), dim=1)
         weights["norm.weight"] *= _FIRST_NORM
-        return {**weights, "d2t": drafted} if config.draft_vocab_size else weights
+        return weights
 
     def needed_signals(self, drafter: DSparkDrafterModel) -> dict[str, Any]:
         return {"taps": drafter.config.taps}

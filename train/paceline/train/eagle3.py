@@ -49,7 +49,7 @@ class Eagle3Trainer(UnrolledTrainer[Eagle3Preset, Eagle3DrafterModel]):
         return Eagle3DrafterModel(self.target, model.to(device), trained_levels(folder))
 
     def initial_weights(
-        self, source: ModelSource, drafter: Eagle3DrafterModel, drafted: Tensor
+        self, source: ModelSource, drafter: Eagle3DrafterModel
     ) -> dict[str, Tensor]:
         """Weights of the target's last layer, by the names of an Eagle3Model.
 
@@ -75,7 +75,7 @@ class Eagle3Trainer(UnrolledTrainer[Eagle3Preset, Eagle3DrafterModel]):
         mixed = torch.zeros(len(config.taps), config.hidden, config.hidden)
         mixed[tap] = torch.eye(config.hidden)
         weights["fc.weight"] = torch.cat(list(mixed), dim=1)
-        return {**weights, "d2t": drafted} if config.draft_vocab_size else weights
+        return weights
 
     def shape_section(self, drafter: Eagle3DrafterModel) -> str:
         config = drafter.config

@@ -34,7 +34,7 @@ from paceline.train.corpus import Corpus, encode_all, load_tokenizer
 from paceline.train.drafters import (
     Heldout,
     Objective,
-    machine,
+    origin,
     rounds_section,
     train_drafter,
     write_groups,
@@ -260,7 +260,7 @@ A small language model that was trained further to draft under KV budgets (Budge
 
 ## Training
 
-{progress.description}, on {machine()}. Cross-entropy with the target's likeliest tokens, behind
+{origin(progress)}. Cross-entropy with the target's likeliest tokens, behind
 {preset.prefix:,} tokens and, with weight {preset.sparse_weight:g}, behind what a budget of
 {", ".join(map(str, preset.budgets))} positions keeps of them. {weights}, {objective.rates}.
 

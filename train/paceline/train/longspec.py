@@ -412,7 +412,7 @@ class LongSpecTrainer(LayerTrainer[LongSpecPreset, LongSpecDrafterModel]):
         return {"widths": _WIDTHS, "depth": depth, "max_nodes": str(_MAX_NODES)}
 
     def initial_weights(
-        self, source: ModelSource, drafter: LongSpecDrafterModel, drafted: Tensor
+        self, source: ModelSource, drafter: LongSpecDrafterModel
     ) -> dict[str, Tensor]:
         """Weights of the target's first and last layer, by the names of a LongSpecModel.
 
@@ -431,8 +431,7 @@ class LongSpecTrainer(LayerTrainer[LongSpecPreset, LongSpecDrafterModel]):
         }
         weights = {f"layers.0.{own}.weight": f"{name}.weight" for own, name in names.items()}
         weights["norm.weight"] = "model.norm.weight"
-        copied = {own: source.tensor(name, torch.float32, "cpu") for own, name in weights.items()}
-        return {**copied, "d2t": drafted} if config.draft_vocab_size else copied
+        return {own: source.tensor(name, torch.float32, "cpu") for own, name in weights.items()}
 
     def needed_signals(self, drafter: LongSpecDrafterModel) -> dict[str, Any]:
         return {"kv_layer": drafter.config.target_layer}

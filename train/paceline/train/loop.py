@@ -227,7 +227,7 @@ def train(
                 progress.note(loss=sum(losses) / len(losses))
                 losses.clear()
                 if first:
-                    _report(progress, done)
+                    _report(progress, plan)
             if first and time.monotonic() - saved > run.every:
                 save()
                 saved = time.monotonic()
@@ -236,14 +236,16 @@ def train(
     return progress
 
 
-def _report(progress: Progress, done: float) -> None:
-    """Print the share done, the newest losses (nats per token), the speed and the time spent."""
+def _report(progress: Progress, plan: Plan) -> None:
+    """Print the share done, the newest losses (nats per token), the speed, the time spent, and
+    about how long the rest takes at this speed."""
     losses = ((name, progress.last(name)) for name in ("loss", "heldout"))
+    done, minutes = plan.progress(progress.step, progress.elapsed), progress.elapsed / 60
     print(
         f"step {progress.step} ({done:.0%}):",
         *(f"{name} {value:.3f}," for name, value in losses if value is not None),
         f"{progress.tokens / max(progress.elapsed, 1e-9):,.0f} tokens/s,",
-        f"{progress.elapsed / 60:.1f} min",
+        f"{minutes:.1f} min, {minutes * (1 / done - 1):.1f} left",
         flush=True,
     )
 

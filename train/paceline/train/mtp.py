@@ -68,9 +68,7 @@ class MtpTrainer(UnrolledTrainer[MtpPreset, MtpDrafterModel]):
         model.load_state_dict(weights)
         return MtpDrafterModel(self.target, model.to(device), trained_levels(folder))
 
-    def initial_weights(
-        self, source: ModelSource, drafter: MtpDrafterModel, drafted: Tensor
-    ) -> dict[str, Tensor]:
+    def initial_weights(self, source: ModelSource, drafter: MtpDrafterModel) -> dict[str, Tensor]:
         """Weights of the target's last layer, by the names of an MtpModel.
 
         The projection passes the state on without the factors of the target's final norm, and adds
@@ -91,7 +89,7 @@ class MtpTrainer(UnrolledTrainer[MtpPreset, MtpDrafterModel]):
         weights[f"{own}hnorm.weight"] = factors.mean() / factors.clamp(min=factors.mean() / 8)
         passed = torch.eye(config.hidden)
         weights[f"{own}eh_proj.weight"] = torch.cat([passed * _EMBEDDING_SCALE, passed], dim=1)
-        return {**weights, "d2t": drafted} if config.draft_vocab_size else weights
+        return weights
 
     def shape_section(self, drafter: MtpDrafterModel) -> str:
         config = drafter.config

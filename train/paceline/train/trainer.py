@@ -19,7 +19,7 @@ import torch
 from accelerate import PartialState
 from torch import Tensor, nn
 
-from paceline.convert import ModelSource, load_decoder, open_model
+from paceline.convert import ModelSource, open_model, prepare
 from paceline.decoder import Decoder
 from paceline.drafter.methods.layers import LayerShape
 from paceline.train.batches import Batches, RowStream
@@ -32,7 +32,7 @@ from paceline.train.drafters import (
     Rounds,
     Texts,
     drafter_method,
-    machine,
+    origin,
     rounds_section,
     train_drafter,
     write_groups,
@@ -90,13 +90,8 @@ class LayerTrainer(ABC, Generic[P, D]):
         return {}
 
     @abstractmethod
-    def initial_weights(
-        self, source: ModelSource, drafter: D, drafted: Tensor
-    ) -> dict[str, Tensor]:
-        """Weights to begin with for an instruct model, copied from the target by their names.
-
-        `drafted` are the tokens that can be drafted, int64 [R].
-        """
+    def initial_weights(self, source: ModelSource, drafter: D) -> dict[str, Tensor]:
+        """Weights to begin with for an instruct model, copied from the target by their names."""
 
     @abstractmethod
     def needed_signals(self, drafter: D) -> dict[str, Any]:
@@ -186,7 +181,7 @@ fingerprint.
         splits = {"held out": texts.heldout, "trained on by the target": self._known(texts)}
         rounds = heldout(splits, self.prompts).measure(out)
         data = texts.card_section(preset.files)
-        card = self.card(drafter, data, progress.description, objective, rounds)
+        card = self.card(drafter, data, origin(progress), objective, rounds)
         (out / "README.md").write_text(card)
 
     def _known(self, texts: Texts) -> list[list[int]]:
@@ -209,16 +204,19 @@ fingerprint.
             run, out, self.method, preset, corpus,
             target=self.target, start=start, written=written,
         )  # fmt: skip
-        decoder, source = load_decoder(self.target, "int8"), open_model(self.target)
-        texts = OwnTexts.load(decoder, self.target, corpus, preset.conversations, run, written)
+        source = open_model(self.target)
+        # What does not fit is refused here, before hours of writing.
         torch.manual_seed(0)
         drafter = self.new_drafter(load_tokenizer(self.target).eos_token_id)
         model, config = drafter.model, drafter.config
         if start is not None:
             model.load_state_dict(self._weights(start, config))
         else:
-            initial = self.initial_weights(source, drafter, texts.frequent(config.drafted))
-            model.load_state_dict({**model.state_dict(), **initial})
+            model.load_state_dict({**model.state_dict(), **self.initial_weights(source, drafter)})
+        decoder = prepare(self.target, "int8", progress=_packing).decoder()
+        texts = OwnTexts.load(decoder, self.target, corpus, preset.conversations, run, written)
+        if start is None and config.draft_vocab_size:
+            model.load_state_dict({**model.state_dict(), "d2t": texts.frequent(config.drafted)})
         drafter.model.to(run.device)
         tokens = [each.tokens for each in texts.trained]
         needed = self.needed_signals(drafter)
@@ -247,8 +245,7 @@ fingerprint.
             return
         rounds = heldout(_MEASURED_TEXTS).measure(out)
         rounds |= self.long_rounds(drafter, decoder, corpus, out)
-        counts = f"{progress.description}, on {machine()}"
-        card = self.card(drafter, texts.card_section(), counts, objective, rounds)
+        card = self.card(drafter, texts.card_section(), origin(progress), objective, rounds)
         if start is not None:
             card += _before(start)
         (out / "README.md").write_text(card)
@@ -297,6 +294,10 @@ fingerprint.
                 "trained further"
             )
         return drafter.model.state_dict()
+
+
+def _packing(count: int, total: int) -> None:
+    print(f"packing the target, once: {count} of {total} layers", flush=True)
 
 
 def _before(start: Path) -> str:

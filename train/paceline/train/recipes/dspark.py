@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +15,16 @@ if TYPE_CHECKING:
     from paceline.drafter.methods.dspark import DSparkConfig
 
 
+# What the presets for conversations depart from (DSpark, sections 3.1 and 3.3).
+_AS_PAPER = {"state_input": False, "ce": 0.1, "tv": 0.9, "certainty": 1.0}
+
+
 @dataclass(frozen=True, kw_only=True)
 class DSparkPreset(LayerPreset):
     """A drafter's shape and how it is trained. Lengths are in tokens, shares of the run 0 to 1."""
 
-    taps: tuple[int, ...]  # target layers whose outputs are read; negative ones count from the last
+    # Target layers whose outputs are read; negative ones count from the last, fractions are shares.
+    taps: tuple[float, ...]
     layers: int
     block: int
     markov_rank: int
@@ -64,9 +70,16 @@ DSPARK_PRESETS: dict[str, DSparkPreset] = {
     ),
     # For SmolLM2-135M-Instruct on two CPU cores: answers of the target alone.
     "smollm2": DSparkPreset(
-        taps=(2, 15, 27, 29), layers=1, block=3, markov_rank=128, window=256, state_input=True,
+        taps=(2, 0.5, -3, -1), layers=1, block=3, markov_rank=128, window=256, state_input=True,
         minutes=60, steps=100_000, rows=8, length=320, anchors=96, muon_rate=0.02, adamw_rate=2e-3,
         ce=1.0, tv=0.5, certainty=0.1, conversations=4096, draft_vocab_size=6144,
+    ),
+    # As the shipped drafter was trained, on a GPU; its steps, and not its minutes, end the run.
+    "shipped": DSparkPreset(
+        taps=(2, 0.5, -3, -1), layers=3, block=5, markov_rank=128, window=256, state_input=True,
+        minutes=math.inf, steps=2204, rows=32, length=320, anchors=112, muon_rate=0.02,
+        adamw_rate=2e-3, ce=1.0, tv=0.5, certainty=0.1, conversations=19_032,
+        draft_vocab_size=16_384,
     ),
     # The paper's for Qwen3-4B: 5 layers, block 7, the whole context, AdamW (section 4.1).
     "paper": DSparkPreset(
@@ -94,6 +107,11 @@ class DSparkRecipe(LayerRecipe[DSparkPreset]):
             help="neither a sequential nor a confidence head, which is DFlash",
         )  # fmt: skip
         parser.add_argument(
+            "--as-paper", action="store_true",
+            help="without the state input of the presets smollm2 and shipped, and with the paper's "
+            "losses",
+        )  # fmt: skip
+        parser.add_argument(
             "--losses", type=_losses, metavar="CE,DISTANCE,CONFIDENCE", help="weights of the losses"
         )
 
@@ -104,6 +122,7 @@ class DSparkRecipe(LayerRecipe[DSparkPreset]):
             "--layers": given(layers=args.layers),
             "--block": given(block=args.block),
             "--no-heads": {"markov_rank": 0, "confidence": False} if args.no_heads else {},
+            "--as-paper": _AS_PAPER if args.as_paper else {},
             "--losses": given(ce=ce, tv=tv, certainty=certainty),
         }
 

@@ -14,8 +14,8 @@ from paceline.train.recipes.base import LayerRecipe, given
 class Eagle3Preset(UnrolledPreset):
     """A layer's shape and how it is trained."""
 
-    # Target layers whose outputs are fused; negative ones count from the last; none: the usual.
-    taps: tuple[int, ...]
+    # Target layers whose outputs are fused, as in `DSparkPreset`; none: the usual.
+    taps: tuple[float, ...]
     fc_norm: bool = False  # both norms are EAGLE-3.1's
     norm_output: bool = False
 
@@ -29,7 +29,7 @@ EAGLE3_PRESETS: dict[str, Eagle3Preset] = {
     # For SmolLM2-135M-Instruct on two CPU cores: answers of the target alone. The signals are those
     # of the preset of DSpark.
     "smollm2": Eagle3Preset(
-        taps=(2, 15, 27, 29), window=256, levels=3, minutes=60, steps=100_000, rows=4, length=320,
+        taps=(2, 0.5, -3, -1), window=256, levels=3, minutes=60, steps=100_000, rows=4, length=320,
         muon_rate=0.02, adamw_rate=2e-3, conversations=4096, draft_vocab_size=6144,
     ),
     # The paper's: outputs of three layers, the whole context, AdamW (section 4).

@@ -78,6 +78,15 @@ LONGSPEC_PRESETS: dict[str, LongSpecPreset] = {
         minutes=240, steps=100_000, muon_rate=0.02, adamw_rate=1.5e-3, levels=4, lag_decay=0.7,
         conversations=4096, draft_vocab_size=6144,
     ),
+    # As the shipped layer was trained, on a GPU; its steps, and not its minutes, end the run.
+    "shipped": LongSpecPreset(
+        stages=(
+            Stage("offsets", 0.45, rows=32, length=320, offset=True),
+            Stage("plain", 0.55, rows=32, length=320),
+        ),
+        minutes=math.inf, steps=2042, muon_rate=0.02, adamw_rate=2e-3, levels=4, lag_decay=0.7,
+        conversations=19_032, draft_vocab_size=16_384,
+    ),
     # The paper's: AdamW, one lag a step, long stages at a hundredth of the rate (appendix D).
     "paper": LongSpecPreset(
         stages=(

@@ -128,9 +128,9 @@ class LayerShape:
         """Return the shape of a drafter's layers for a target, a folder or GGUF file.
 
         ``fields`` are those that it does not have, or that replace its own unless they are None.
-        Negative numbers of target layers count from the last. Raises ``UnsupportedModelError`` if
-        the decoder does not support the target, or it lacks a layer, and ``FileNotFoundError`` if
-        there is no such file, or the folder has no config.json.
+        Negative numbers of target layers count from the last, fractions are shares of them. Raises
+        ``UnsupportedModelError`` if the decoder does not support the target, or it lacks a layer,
+        and ``FileNotFoundError`` if there is no such file, or the folder has no config.json.
         """
         source = open_model(path)
         target = source.config()
@@ -142,8 +142,10 @@ class LayerShape:
             **{name: value for name, value in fields.items() if value is not None},
         }
 
-        def number(layer: int) -> int:
-            return layer + target.layers if layer < 0 else layer
+        def number(layer: float) -> int:
+            if 0 < layer < 1:
+                return int(layer * target.layers)
+            return int(layer + target.layers if layer < 0 else layer)
 
         if "target_layer" in found:
             found["target_layer"] = number(found["target_layer"])

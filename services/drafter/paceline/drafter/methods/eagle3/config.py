@@ -64,7 +64,7 @@ class Eagle3Config(TappedShape):
         }
 
     @classmethod
-    def for_target(cls, path: str | Path, *, taps: Sequence[int] = (), **fields: Any) -> Self:
+    def for_target(cls, path: str | Path, *, taps: Sequence[float] = (), **fields: Any) -> Self:
         """See :meth:`LayerShape.for_target`; without ``taps`` they are the usual ones."""
         taps = taps or usual_taps(load_config(path).layers)
         return super().for_target(path, taps=taps, **fields)
