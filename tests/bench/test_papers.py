@@ -13,7 +13,7 @@ import torch
 from paceline.bench import experiment as harness
 from paceline.bench import papers
 from paceline.bench.cli import add_arguments
-from paceline.bench.experiment import estimate, figures
+from paceline.bench.experiment import estimate, figures, samples
 from paceline.bench.papers import EXPERIMENTS, BudgetDrafter, run
 from paceline.bench.replay.run import judge
 from paceline.bench.replay.simulation import Simulation
@@ -153,6 +153,20 @@ def test_intervals_are_of_ratios_over_texts_and_arms_are_paired() -> None:
     found = figures({"one": {"m": {1.0: short, 2.0: [(0, 0)]}}, "two": {"m": {1.0: twice}}})
     assert found["over"] == {"two": {"m": {"1": [2.0, 2.0, 2.0]}}}
     assert list(found["arms"]["one"]["m"]) == ["1"]
+
+
+def test_calibration_is_of_tokens_whose_parents_were_accepted() -> None:
+    told = [(0.9, True), (0.9, False), (0.2, False), (0.2, True)], [(0.95, True), (0.1, False)]
+    found = samples()
+    papers._calibrate(found["drafter"], told)
+    arm = figures(found)["arms"]["drafter"]
+    values = {name: {x: ends[1] for x, ends in line.items()} for name, line in arm.items()}
+    assert values == {
+        "acceptance by confidence": {"0.1": 0.0, "0.2": 0.5, "0.9": 0.667},
+        "mean confidence by confidence": {"0.1": 0.1, "0.2": 0.2, "0.9": 0.917},
+        "ECE": {"0": 0.242},  # (0.1 + 2 * 0.3 + 3 * 0.25) / 6
+        "AUC within texts": {"0": 0.6},  # (1 + 1 / 2 + 0 + 1 / 2 + 1) / 5
+    }
 
 
 STEP, DRAFT, LARGER = 2e-3, 5e-4, 3e-3

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -29,6 +30,7 @@ from paceline.bench.experiment import (
     RECYCLE,
     Bench,
     Name,
+    Pairs,
     Round,
     Samples,
     counted,
@@ -59,6 +61,8 @@ from paceline.train.drafters import drafter_method
 
 _REPEATS = 5  # times that attention is measured, of which the shortest counts
 _PREFILL = 1024  # tokens of a prompt that a small model reads at once
+_TENTHS = 10  # groups of confidences
+Told = list[tuple[float, bool]]  # confidences of a text's tokens, and whether they were accepted
 
 
 def _selfspec(bench: Bench, policy: str, ratio: float) -> str:
@@ -196,16 +200,20 @@ async def _serve_users(bench: Bench, specs: Mapping[str, str], users: int) -> Sa
 
 
 def _dspark(bench: Bench) -> None:
-    """Acceptance by position of a chain where the one before was accepted, and by thresholds of the
-    confidence."""
+    """Acceptance by position of a chain where the one before was accepted, by thresholds of the
+    confidence, and how well this is calibrated."""
     shipped = f"dspark:{bench.shipped}/dspark,target={bench.models.target}"
     given = bench.given({"shipped": shipped})
     specs = {name: f"{spec},widths=1,min_survival=0" for name, spec in given.items()}
 
     def measure() -> Samples:
-        found = samples()
+        found, said = samples(), defaultdict[str, list[Told]](list)
         for name, path in bench.along(bench.prompts(), specs):
             mine = found[name]
+            said[name].append([
+                (confidence, level < each.accepted) for each in path
+                for level, confidence in enumerate(each.tree.confidences[: each.accepted + 1])
+            ])  # fmt: skip
             mine[LENGTH][0].append((sum(each.accepted + 1 for each in path), len(path)))
             for level in range(1, bench.drafter(specs[name]).max_depth + 1):
                 reached = sum(each.accepted >= level - 1 for each in path)
@@ -218,9 +226,32 @@ def _dspark(bench: Bench) -> None:
                 shares = mine["accepted share by threshold"]
                 shares[threshold].append((kept, sum(sent)))
                 mine["tokens a round by threshold"][threshold].append((kept + len(path), len(path)))
+        for name, texts in said.items():
+            _calibrate(found[name], texts)
         return found
 
     bench.cell(f"short prompts, {bench.weights}", "", measure)
+
+
+def _calibrate(mine: dict[str, dict[float, Pairs]], texts: Sequence[Told]) -> None:
+    """Add the acceptance of tokens whose parents were accepted by tenths of the confidence, the
+    expected calibration error over these, and the area under the ROC curve within texts."""
+    gaps = np.zeros((len(texts), _TENTHS))
+    for number, text in enumerate(texts):
+        said, right = np.array(text, dtype=float).reshape(-1, 2).T
+        tenth = np.minimum(said * _TENTHS, _TENTHS - 1).astype(int)
+        counts = np.bincount(tenth, minlength=_TENTHS)
+        for measure, values in (("acceptance", right), ("mean confidence", said)):
+            for at, total in enumerate(np.bincount(tenth, values, _TENTHS)):
+                line = mine[f"{measure} by confidence"]
+                line[at / _TENTHS].append((float(total), float(counts[at])))
+        gaps[number] = np.bincount(tenth, said - right, _TENTHS)
+        higher = said[right > 0][:, None] - said[right == 0]
+        above = (higher > 0).sum() + (higher == 0).sum() / 2
+        mine["AUC within texts"][0].append((float(above), float(higher.size)))
+    signs = np.sign(gaps.sum(0))
+    for text, gap in zip(texts, gaps, strict=True):
+        mine["ECE"][0].append((float(gap @ signs), len(text)))
 
 
 def _selection(bench: Bench) -> None:

@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.convert import load_decoder
 from paceline.service.cpus import usable_cpus
 from paceline.train.recipes import recipes
 
@@ -91,12 +90,13 @@ def _drafter(args: argparse.Namespace) -> None:
 def _own_text(args: argparse.Namespace) -> None:
     from paceline.train.conversations import KINDS, write_conversations
     from paceline.train.corpus import EncodedDocuments, load_tokenizer
+    from paceline.train.own_text import load_target
 
     began = time.monotonic()
     _check_target(args.target, conversations=True)
     tokenizer = load_tokenizer(args.target)
     documents = EncodedDocuments(tokenizer, _corpus(args).train)
-    decoder = load_decoder(args.target, args.weights)
+    decoder = load_target(args.target, args.weights)
     kinds, until = args.kinds or KINDS, began + 60 * args.minutes
     write_conversations(
         decoder, tokenizer, documents, args.count, args.out, args.seed, kinds, until

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from paceline.convert import prepare
 from paceline.decoder import Decoder, LocalCache
 from paceline.kernels import QueryBlock, plan_trees
 from paceline.kernels.sampling import History, SamplingRules, choose_token
@@ -23,6 +24,15 @@ from paceline.train.phases import Phase
 _TOGETHER = 48  # sequences a step: linear layers read their weights once for all
 PROMPT = 128  # tokens of a random prompt
 _LENGTH = 512  # tokens of a whole text
+
+
+def load_target(target: Path, weights: str) -> Decoder:
+    """The target on the CPU, packed in the user's cache the first time."""
+
+    def say(count: int, total: int) -> None:
+        print(f"packing the target, once: {count} of {total} layers", flush=True)
+
+    return prepare(target, weights, progress=say).decoder()
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import torch
 from accelerate import PartialState
 from torch import Tensor, nn
 
-from paceline.convert import ModelSource, open_model, prepare
+from paceline.convert import ModelSource, open_model
 from paceline.decoder import Decoder
 from paceline.drafter.methods.layers import LayerShape
 from paceline.train.batches import Batches, RowStream
@@ -38,6 +38,7 @@ from paceline.train.drafters import (
     write_groups,
 )
 from paceline.train.loop import Loss
+from paceline.train.own_text import load_target
 from paceline.train.presets import CosinePlan, LayerPreset, Plan, Stage
 from paceline.train.run import PREPARING, Run, begin_run
 from paceline.train.signals import Signals, signals_of
@@ -213,7 +214,7 @@ fingerprint.
             model.load_state_dict(self._weights(start, config))
         else:
             model.load_state_dict({**model.state_dict(), **self.initial_weights(source, drafter)})
-        decoder = prepare(self.target, "int8", progress=_packing).decoder()
+        decoder = load_target(self.target, "int8")
         texts = OwnTexts.load(decoder, self.target, corpus, preset.conversations, run, written)
         if start is None and config.draft_vocab_size:
             model.load_state_dict({**model.state_dict(), "d2t": texts.frequent(config.drafted)})
@@ -294,10 +295,6 @@ fingerprint.
                 "trained further"
             )
         return drafter.model.state_dict()
-
-
-def _packing(count: int, total: int) -> None:
-    print(f"packing the target, once: {count} of {total} layers", flush=True)
 
 
 def _before(start: Path) -> str:
