@@ -3,10 +3,12 @@
 import argparse
 import json
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,8 +22,10 @@ from paceline.bench.replay.simulation import Simulation
 from paceline.bench.replay.traces import Replay, Round, Text, Traces
 from paceline.bench.table.engines import Answer, AnswerRequest
 from paceline.drafter.methods.lm import LmDrafter
-from paceline.kernels import AttentionCall, QueryBlock, plan_trees
-from paceline.train.acceptance import record
+from paceline.kernels import AttentionCall, Proposal, QueryBlock, plan_trees
+from paceline.sampling import Sampling
+from paceline.train.acceptance import TargetRecording, record
+from paceline.tree import TokenTree as Tree
 
 _DEMO = Path("models/demo")
 _CODE = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n\n\n"
@@ -29,7 +33,7 @@ _LIMITS = "--weights bfloat16 --texts 2 --tokens 16 --contexts 96"
 _OPTIONS = {
     "table": "--speed",
     "attention": "--rows 3",
-    "dspark": "",
+    "dspark": "--temperature 1",
     "load": "--users 2",
     "selection": "--ratios 0.3 --contexts 1100 --texts 1",
     "budget": "--budgets 16,64 --policies chunk_topk streaming",
@@ -155,10 +159,17 @@ def test_intervals_are_of_ratios_over_texts_and_arms_are_paired() -> None:
     assert list(found["arms"]["one"]["m"]) == ["1"]
 
 
-def test_calibration_is_of_tokens_whose_parents_were_accepted() -> None:
-    told = [(0.9, True), (0.9, False), (0.2, False), (0.2, True)], [(0.95, True), (0.1, False)]
+def test_calibration_is_of_tokens_that_are_reached() -> None:
     found = samples()
-    papers._calibrate(found["drafter"], told)
+    paths = ([((0.9, 0.9, 0.5), 1), ((0.2,), 0), ((0.2,), 1)], [((0.95, 0.1), 1)])
+    texts = [
+        np.concatenate([
+            papers._outcomes(harness.Round(Tree.chain([0] * len(said), said), accepted, 0.0))
+            for said, accepted in rounds
+        ])
+        for rounds in paths
+    ]  # fmt: skip
+    papers._calibrate(found["drafter"], texts)
     arm = figures(found)["arms"]["drafter"]
     values = {name: {x: ends[1] for x, ends in line.items()} for name, line in arm.items()}
     assert values == {
@@ -167,6 +178,17 @@ def test_calibration_is_of_tokens_whose_parents_were_accepted() -> None:
         "ECE": {"0": 0.242},  # (0.1 + 2 * 0.3 + 3 * 0.25) / 6
         "AUC within texts": {"0": 0.6},  # (1 + 1 / 2 + 0 + 1 / 2 + 1) / 5
     }
+
+
+def test_rejection_sampling_is_judged_by_its_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
+    p, q = torch.tensor([[0.5, 0.3, 0.2]] * 3), Proposal.checked([0, 2], [0.25, 0.75])
+    chain = replace(Tree.chain([2, 0], [0.6, 0.7]), proposals=(q, q))
+    text = TargetRecording([], 0, 3, Sampling(temperature=2.0, seed=1), None)  # type: ignore[arg-type]
+    monkeypatch.setattr(harness, "_run_tree", lambda *_: 2 * p.log())
+    chances = harness._chances(None, text, 1, chain)  # type: ignore[arg-type]
+    assert chances == (pytest.approx((0.45, 0.2 / 0.75)), pytest.approx((0.45, 1.0)))
+    rows = papers._outcomes(harness.Round(chain, 0, 0.0, chances))
+    assert rows == pytest.approx(np.array([[0.6, 0.45, 1.0], [0.7, 0.45, 0.2 / 0.75]]))
 
 
 STEP, DRAFT, LARGER = 2e-3, 5e-4, 3e-3

@@ -196,23 +196,42 @@ def _run_behind(
     return result.logits
 
 
+def _run_tree(target: Decoder, text: TargetRecording, length: int, tree: TokenTree) -> Tensor:
+    """The logits after the anchor, which is the last of `length` tokens, and after each node."""
+    text.cache.reserve(MAX_TREE_NODES)
+    parents = (-1, *(parent + 1 for parent in tree.parents))
+    block = QueryBlock(0, length - 1, parents, len(parents))
+    return _run_behind(target, text, block, [text.tokens[length - 1], *tree.tokens]).float()
+
+
+def _chances(
+    target: Decoder, text: TargetRecording, length: int, chain: TokenTree
+) -> tuple[tuple[float, float], ...]:
+    """See :class:`Round`: the sum of min(p, q), and min(1, p / q) of the token (DSpark, section
+    2)."""
+    logits = _run_tree(target, text, length, chain)[: len(chain.tokens)]
+    wanted = (logits / text.sampling.temperature).softmax(-1).numpy()
+    found = []
+    for p, token, drawn in zip(wanted, chain.tokens, chain.proposals, strict=True):
+        both = np.minimum(p[drawn.tokens], drawn.probabilities).sum()
+        q = drawn.probabilities[drawn.tokens == token].sum()
+        found.append((float(both), min(1.0, float(p[token] / q))))
+    return tuple(found)
+
+
 def recycled(target: Decoder, text: TargetRecording) -> Iterator[Round]:
     """The rounds of Token Recycling along a text; it knows what their rows found likely, and
     nothing of the prompt or of other texts."""
     options, rules = RecycleOptions(), sampling_rules(text.sampling)
     length = text.prompt_length + 1
     source = RecycleOwners(options).start(text.tokens[:length], "", by_noise(rules))
-    text.cache.reserve(MAX_TREE_NODES)
     while length + _RECYCLE_DEPTH <= len(text.tokens):
         began = time.perf_counter()
         tree = source.propose(options.max_nodes, _RECYCLE_DEPTH)
         ms = (time.perf_counter() - began) * 1e3
         accepted = accepted_tokens(tree, text.tokens[length : length + _RECYCLE_DEPTH])
         yield Round(tree, accepted, ms)
-        parents = (-1, *(parent + 1 for parent in tree.parents))
-        block = QueryBlock(0, length - 1, parents, len(parents))
-        rows = _run_behind(target, text, block, [text.tokens[length - 1], *tree.tokens])
-        ids, logs = best_candidates(rows.float(), WIDTH)
+        ids, logs = best_candidates(_run_tree(target, text, length, tree), WIDTH)
         likely = list(zip(ids.tolist(), logs.exp().tolist(), strict=True))
         source.extend(text.tokens[length : length + accepted + 1], tree, likely)
         length += accepted + 1
@@ -273,6 +292,9 @@ class Round:
     tree: TokenTree  # the drafted tokens
     accepted: int  # how many the target accepted
     ms: float  # time of the draft
+    # Of a chain for rejection sampling, for each node where it is reached: the probability that a
+    # token that is drawn is accepted, and that this token is.
+    chances: tuple[tuple[float, float], ...] = ()
 
 
 class Bench:
@@ -408,9 +430,10 @@ class Bench:
 
     @torch.inference_mode()
     def along(
-        self, prompts: Sequence[list[int]], specs: Mapping[Name, str]
+        self, prompts: Sequence[list[int]], specs: Mapping[Name, str], rejection: bool = False
     ) -> Iterator[tuple[Name, list[Round]]]:
-        """Let the target answer each prompt, and every drafter draft along the answer."""
+        """Let the target answer each prompt, and every drafter draft along the answer, for
+        rejection sampling if asked; its rounds are accepted by equality still."""
         drafters = {name: self.drafter(spec) for name, spec in specs.items() if spec != RECYCLE}
         layers = {n for each in drafters.values() for n in each.needs.hidden_state_layers}
         for number, prompt in enumerate(counted(prompts), 1):
@@ -418,6 +441,8 @@ class Bench:
                 self.target, self.source, prompt, self.args.tokens, self.args.temperature,
                 number, layers,
             )  # fmt: skip
+            if rejection:
+                text = replace(text, sampling=replace(text.sampling, acceptance="rejection"))
             for name in specs:
                 drafter = drafters.get(name)
                 path = recycled(self.target, text) if drafter is None else self.path(drafter, text)
@@ -437,11 +462,13 @@ class Bench:
     def path(self, drafter: Drafter, text: TargetRecording) -> Iterator[Round]:
         """The rounds of a drafter along a text, whose KV it reads by its policy."""
         kv = PolicyKv(self.target, text, drafter) if drafter.needs.kv_layers else None
-        began = time.perf_counter()
+        began, length = time.perf_counter(), text.prompt_length + 1
         for tree, after in rounds(drafter, text, kv):
             ms = (time.perf_counter() - began) * 1e3
             accepted = accepted_tokens(tree, after)
-            yield Round(tree, accepted, ms)
+            chances = _chances(self.target, text, length, tree) if tree.proposals else ()
+            yield Round(tree, accepted, ms, chances)
+            length += accepted + 1
             if kv is not None:
                 kv.verify(tree, after[:accepted])
             began = time.perf_counter()

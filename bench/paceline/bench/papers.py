@@ -21,6 +21,7 @@ from typing import Self, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -62,7 +63,9 @@ from paceline.train.drafters import drafter_method
 _REPEATS = 5  # times that attention is measured, of which the shortest counts
 _PREFILL = 1024  # tokens of a prompt that a small model reads at once
 _TENTHS = 10  # groups of confidences
-Told = list[tuple[float, bool]]  # confidences of a text's tokens, and whether they were accepted
+# Of each drafted token its confidence, the probability that it is accepted where it is reached, and
+# that it is reached: `[n, 3]`.
+Outcomes = NDArray[np.float64]
 
 
 def _selfspec(bench: Bench, policy: str, ratio: float) -> str:
@@ -200,58 +203,78 @@ async def _serve_users(bench: Bench, specs: Mapping[str, str], users: int) -> Sa
 
 
 def _dspark(bench: Bench) -> None:
-    """Acceptance by position of a chain where the one before was accepted, by thresholds of the
-    confidence, and how well this is calibrated."""
+    """Acceptance of chains by position where the token before was accepted, by thresholds of the
+    confidence, and how well this is calibrated: by equality, as it is served, and above T = 0 also
+    by rejection sampling, which is the confidence's label."""
     shipped = f"dspark:{bench.shipped}/dspark,target={bench.models.target}"
     given = bench.given({"shipped": shipped})
     specs = {name: f"{spec},widths=1,min_survival=0" for name, spec in given.items()}
 
-    def measure() -> Samples:
-        found, said = samples(), defaultdict[str, list[Told]](list)
-        for name, path in bench.along(bench.prompts(), specs):
+    def measure(rejection: bool) -> Samples:
+        found, chains = samples(), defaultdict[str, list[Outcomes]](list)
+        for name, path in bench.along(bench.prompts(), specs, rejection=rejection):
+            rounds = [_outcomes(each) for each in path]
+            chains[name].append(np.concatenate(rounds))
             mine = found[name]
-            said[name].append([
-                (confidence, level < each.accepted) for each in path
-                for level, confidence in enumerate(each.tree.confidences[: each.accepted + 1])
-            ])  # fmt: skip
-            mine[LENGTH][0].append((sum(each.accepted + 1 for each in path), len(path)))
-            for level in range(1, bench.drafter(specs[name]).max_depth + 1):
-                reached = sum(each.accepted >= level - 1 for each in path)
-                passed = sum(each.accepted >= level for each in path)
-                mine["acceptance by position"][level].append((passed, reached))
             mine["draft ms"][0].append((float(np.median([each.ms for each in path])), 1))
+            kept = [each[:, 1] * each[:, 2] for each in rounds]
+            mine[LENGTH][0].append((len(path) + float(np.concatenate(kept).sum()), len(path)))
+            for level in range(bench.drafter(specs[name]).max_depth):
+                passed, reached = (
+                    sum(float(each[level]) for each in lines if len(each) > level)
+                    for lines in (kept, [each[:, 2] for each in rounds])
+                )
+                mine["acceptance by position"][level + 1].append((passed, reached))
             for threshold in np.arange(0.0, 1.0, 0.1):
-                sent = [int((np.cumprod(e.tree.confidences) >= threshold).sum()) for e in path]
-                kept = sum(min(e.accepted, count) for e, count in zip(path, sent, strict=True))
-                shares = mine["accepted share by threshold"]
-                shares[threshold].append((kept, sum(sent)))
-                mine["tokens a round by threshold"][threshold].append((kept + len(path), len(path)))
-        for name, texts in said.items():
+                sent = [int((np.cumprod(each[:, 0]) >= threshold).sum()) for each in rounds]
+                pairs = zip(kept, sent, strict=True)
+                accepted = float(sum(each[:count].sum() for each, count in pairs))
+                mine["accepted share by threshold"][threshold].append((accepted, sum(sent)))
+                tokens = accepted + len(path), len(path)
+                mine["tokens a round by threshold"][threshold].append(tokens)
+        for name, texts in chains.items():
             _calibrate(found[name], texts)
         return found
 
-    bench.cell(f"short prompts, {bench.weights}", "", measure)
+    heat = bench.args.temperature
+    title = f"short prompts, {bench.weights}" + (f", T = {heat:g}" if heat else "")
+    bench.cell(title, "", partial(measure, False))
+    if heat:
+        bench.cell(f"{title}, rejection", "rejection", partial(measure, True))
 
 
-def _calibrate(mine: dict[str, dict[float, Pairs]], texts: Sequence[Told]) -> None:
-    """Add the acceptance of tokens whose parents were accepted by tenths of the confidence, the
-    expected calibration error over these, and the area under the ROC curve within texts."""
+def _outcomes(chain: Round) -> Outcomes:
+    reached, rows = 1.0, []
+    for level, confidence in enumerate(chain.tree.confidences):
+        if chain.chances:
+            accepted, token = chain.chances[level]
+        else:
+            accepted = token = float(level < chain.accepted)
+        rows.append((confidence, accepted, reached))
+        reached *= token
+    return np.array(rows).reshape(-1, 3)
+
+
+def _calibrate(mine: dict[str, dict[float, Pairs]], texts: Sequence[Outcomes]) -> None:
+    """Add the acceptance of tokens by tenths of the confidence, the expected calibration error over
+    these, and the area under the ROC curve within texts."""
     gaps = np.zeros((len(texts), _TENTHS))
-    for number, text in enumerate(texts):
-        said, right = np.array(text, dtype=float).reshape(-1, 2).T
+    for number, (said, right, weight) in enumerate(text.T for text in texts):
         tenth = np.minimum(said * _TENTHS, _TENTHS - 1).astype(int)
-        counts = np.bincount(tenth, minlength=_TENTHS)
+        counts = np.bincount(tenth, weight, _TENTHS)
         for measure, values in (("acceptance", right), ("mean confidence", said)):
-            for at, total in enumerate(np.bincount(tenth, values, _TENTHS)):
+            for at, total in enumerate(np.bincount(tenth, values * weight, _TENTHS)):
                 line = mine[f"{measure} by confidence"]
                 line[at / _TENTHS].append((float(total), float(counts[at])))
-        gaps[number] = np.bincount(tenth, said - right, _TENTHS)
-        higher = said[right > 0][:, None] - said[right == 0]
-        above = (higher > 0).sum() + (higher == 0).sum() / 2
-        mine["AUC within texts"][0].append((float(above), float(higher.size)))
+        gaps[number] = np.bincount(tenth, (said - right) * weight, _TENTHS)
+        good, bad = right * weight, (1 - right) * weight
+        above = (said[:, None] > said) + (said[:, None] == said) / 2
+        np.fill_diagonal(above, 0)  # a token is not compared with itself
+        pairs = good.sum() * bad.sum() - good @ bad
+        mine["AUC within texts"][0].append((float(good @ above @ bad), float(pairs)))
     signs = np.sign(gaps.sum(0))
     for text, gap in zip(texts, gaps, strict=True):
-        mine["ECE"][0].append((float(gap @ signs), len(text)))
+        mine["ECE"][0].append((float(gap @ signs), float(text[:, 2].sum())))
 
 
 def _selection(bench: Bench) -> None:
