@@ -161,9 +161,10 @@ BENCH ?= table --target "$$($(BIN)/paceline fetch smollm2 --format folder)"
 bench: setup
 	$(BIN)/paceline bench $(BENCH)
 
-# Each arm of each experiment of `paceline bench papers` at its smallest size, on the demo's models.
+# Each arm of each experiment of `paceline bench papers` at its smallest size, on the demo's models,
+# and the training of its drafters on a tiny one.
 papers-quick: setup
-	$(BIN)/python -m pytest -m "" tests/bench/test_papers.py
+	$(BIN)/python -m pytest -m "" tests/bench/test_papers.py tests/train/test_conversations.py
 
 # Injects faults under load and records in bench/results what held: about a quarter of an hour.
 drills: setup
