@@ -27,6 +27,7 @@ ARCHITECTURES = {
     "hunyuan_v1_dense": "hunyuan-dense",
     "ernie4_5_moe": "ernie4_5-moe",
     "glm4_moe": "glm4moe",
+    "lfm2_moe": "lfm2moe",
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
     "qwen3_next": "qwen3next",
@@ -49,12 +50,15 @@ def write_gguf(
     config = json.loads((folder / "config.json").read_text())
     architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=part_tensors)
+    weights = load_file(folder / "model.safetensors")
+    if (block := weights.get("model.layers.0.feed_forward.w1.weight")) is not None:
+        config["intermediate_size"] = len(block)  # the config of LFM2 has another number
     _add_config(writer, config)
     if (folder / "tokenizer.json").is_file():
         _add_tokenizer(writer, folder)
     number = next(each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
-    tensors = _stacked(load_file(folder / "model.safetensors"))
+    tensors = _stacked(weights)
     for hf_name in [name for name in tensors if "in_proj_qkvz" in name]:
         parts = _split(tensors.pop(hf_name), config)
         tensors |= {hf_name.replace("qkvz", each): part for each, part in parts.items()}
@@ -142,6 +146,8 @@ def _tiled(name: str, tensor: Tensor, config: Mapping[str, Any]) -> Tensor:
 
 def _transposed(name: str, tensor: Tensor) -> dict[str, Tensor]:
     """A tensor under its name with an ending; those of all experts ``[experts, outs, ins]``."""
+    if name.endswith("expert_bias"):
+        return {f"{name}.bias": tensor}
     if name.endswith("_bias"):
         return {name.replace(".dt_bias", ".dt_proj_bias").replace("_bias", ".bias"): tensor}
     if ".experts." in name:
@@ -170,10 +176,12 @@ def _add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config.get("intermediate_size", 0))
     writer.add_head_count(heads)
-    writer.add_head_count_kv(config["num_key_value_heads"])
+    kv = config["num_key_value_heads"]
+    kinds = config.get("layer_types") or []
+    writer.add_head_count_kv([kv * (kind != "conv") for kind in kinds] if "conv" in kinds else kv)
     writer.add_key_length(width)
     writer.add_value_length(width)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_layer_norm_rms_eps(config.get("rms_norm_eps") or config["norm_eps"])
     alpha = rope.get("alpha", 1.0)
     writer.add_rope_freq_base(rope["rope_theta"] * alpha ** (width / (width - 2)))
     writer.add_rope_dimension_count(int(width * rope.get("partial_rotary_factor", 1.0)))
@@ -192,13 +200,16 @@ def _add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     if experts:
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config.get("num_experts_per_tok") or config["moe_k"])
-        if dense := config.get("first_k_dense_replace") or config.get("moe_layer_start_index"):
+        names = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
+        if dense := next(filter(None, map(config.get, names)), None):
             writer.add_leading_dense_block_count(dense)
         if "routed_scaling_factor" in config:
             writer.add_expert_weights_scale(config["routed_scaling_factor"])
             writer.add_expert_weights_norm(config["norm_topk_prob"])
         if wide := config.get("moe_intermediate_size"):
             writer.add_expert_feed_forward_length(wide)
+    if taps := config.get("conv_L_cache"):
+        writer.add_shortconv_l_cache(taps)
     if taps := config.get("linear_conv_kernel_dim"):
         writer.add_ssm_conv_kernel(taps)
         writer.add_ssm_state_size(config["linear_key_head_dim"])

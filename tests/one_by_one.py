@@ -58,7 +58,13 @@ def _run_block(
         for _ in range(taps):
             path.append(taps - 1 + replayed + at)
             at = block.parents[at] if block.parents is not None and at > 0 else at - 1
-        mixed = silu((channels[path[::-1]] * delta.convolution).sum(0))
+        read = channels[path[::-1]]
+        if not shape.key_dim:
+            factors, values = read.chunk(2, 1)
+            if n >= 0:
+                outs.append((factors * values * delta.convolution).sum(0))
+            continue
+        mixed = silu((read * delta.convolution).sum(0))
         if n >= committed:
             parent = n - 1 if block.parents is None else block.parents[n]
             found, read = _token(delta, states.get(parent, state), mixed, scalars[replayed + n])
@@ -71,7 +77,10 @@ def _run_block(
     step.target.state[layer] = state
     step.target.window[layer] = channels[end : end + taps - 1].clone()
     step.target.log[layer, : block.length - committed] = logged[committed:]
-    gates = silu(x[:, shape.logged :].unflatten(1, (shape.value_heads, -1)))
+    gates = x[:, shape.logged :]
+    if delta.norm is None:
+        return torch.stack(outs) * gates
+    gates = silu(gates.unflatten(1, (shape.value_heads, -1)))
     return (normalised(torch.stack(outs), delta.norm) * gates).flatten(1)
 
 
@@ -82,6 +91,7 @@ def _token(delta: Delta, state: Tensor, mixed: Tensor, scalars: Tensor) -> tuple
     q, k, v = mixed.split([keys, keys, shape.value_heads * shape.value_dim])
     group = shape.value_heads // shape.key_heads
     q, k = (_unit(each.view(shape.key_heads, -1)).repeat_interleave(group, 0) for each in (q, k))
+    assert delta.rates is not None
     beta, decay = scalars.chunk(2)
     decay = torch.exp(-delta.rates * softplus(decay + delta.bias))[:, None, None]
     state = state * decay

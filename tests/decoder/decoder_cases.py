@@ -57,6 +57,7 @@ _DELTA_MOE = {
     "shared_expert_intermediate_size": 48, "norm_topk_prob": True,
     "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
 }  # fmt: skip
+_CONVOLUTIONS = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
 _SLIDING = {"sliding_window": 40, "layer_types": _KINDS}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -82,6 +83,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie-moe": ("Ernie4_5_Moe", {
         "num_hidden_layers": 3, "moe_num_experts": 6, "moe_k": 2, "moe_num_shared_experts": 2,
         "moe_intermediate_size": 64,
+    }),
+    "ernie-moe-min": ("Ernie4_5_Moe", {
+        "moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 64, "moe_norm_min": 0.5,
+        "moe_layer_start_index": 0,
     }),
     "exaone4": ("Exaone4", _SLIDING),
     "exaone4-full": ("Exaone4", {
@@ -128,6 +133,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo-hybrid": ("OlmoHybrid", _DELTA | {
         "linear_num_key_heads": 4, "linear_value_head_dim": 16, "rope_parameters": None,
     }),
+    "lfm2": ("Lfm2", _CONVOLUTIONS | {"intermediate_size": 200, "block_multiple_of": 32}),
+    "lfm2-moe": ("Lfm2Moe", _CONVOLUTIONS | {
+        "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+        "num_dense_layers": 1, "norm_topk_prob": True,
+    }),
     "glm4-moe": ("Glm4Moe", _GLM_MOE | {"use_qk_norm": True}),
     "glm4-moe-air": ("Glm4Moe", _GLM_MOE | {"attention_bias": True, "norm_topk_prob": False}),
     "glm4": ("Glm4", {"rope_parameters": {"partial_rotary_factor": 0.5}}),
@@ -156,7 +166,7 @@ def _spread(model: torch.nn.Module) -> None:
         else:  # norms and biases: anything but their neutral start
             parameter.data += 0.2 * torch.randn_like(parameter)
     for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
             torch.nn.init.normal_(buffer, 0.0, 0.15)
 
 

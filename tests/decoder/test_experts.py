@@ -89,11 +89,15 @@ def test_missing_wrong_and_extra_experts_are_named(
         ("qwen3-moe", {"decoder_sparse_step": 2}, "'model.layers.0.mlp.experts.*' is not part of"),
         ("glm4-moe", {"n_group": 5, "topk_group": 2}, "n_group is 5, topk_group 2: expected 1"),
         ("ernie-moe", {"use_bias": True}, "use_bias is true, expected false in a mixture"),
+        ("lfm2-moe", {"use_expert_bias": False}, "use_expert_bias is false, expected experts chos"),
+        ("lfm2", {"conv_bias": True}, "conv_bias is true, expected short convolutions without"),
+        ("lfm2", {"conv_L_cache": 9}, "conv_L_cache is 9, expected 2 to 8"),
+        ("lfm2", {"layer_types": ["conv"] * 3}, "layer_types are all conv, expected some full"),
         ("gpt-oss", {"quantization_config": {"quant_method": "gptq"}}, "by 'gptq' are not"),
         ("gpt-oss", {"swiglu_alpha": 2.0}, "swiglu_alpha is 2.0, expected 1.702"),
     ],
 )
-def test_mixtures_that_are_not_supported(
+def test_mixtures_and_convolutions_that_are_not_supported(
     models: dict[str, Path], tmp_path: Path, name: str, change: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=message):

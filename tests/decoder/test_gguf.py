@@ -46,7 +46,7 @@ NAMES = (
     "yarn", "qwen3-moe", "mixtral", "gpt-oss", "smollm3", "granite", "olmo2", "olmo3", "phi3",
     "phi3-full", "gemma2", "gemma3", "glm4", "ministral3", "seed-oss", "hunyuan", "ernie",
     "ernie-bias", "ernie-moe", "exaone4", "exaone4-full", "glm4-moe", "glm4-moe-air",
-    "qwen3-5", "qwen3-5-moe",
+    "qwen3-5", "qwen3-5-moe", "lfm2", "lfm2-moe",
 )  # fmt: skip
 # Fields that a file does not contain, as all models of the family have them.
 UNKNOWN: dict[str, dict[str, Any]] = {

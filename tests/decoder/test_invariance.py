@@ -186,6 +186,7 @@ def test_a_tree_that_does_not_see_a_window_end_is_found_behind_it(
             "qwen3",
             "qwen3-moe",
             "qwen3-5",
+            "lfm2",
             "olmo3",
             "gemma2",
             "glm4",
@@ -213,7 +214,7 @@ def test_a_tree_has_the_bits_of_decoding_each_path(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3", "qwen3-5"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3", "qwen3-5", "lfm2"])
 def test_prefill_in_any_chunks_has_the_bits_of_decoding(
     models: dict[str, Path], name: str, dtype: torch.dtype
 ) -> None:
@@ -226,7 +227,7 @@ def test_prefill_in_any_chunks_has_the_bits_of_decoding(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["llama", "qwen3-5"])
+@pytest.mark.parametrize("name", ["llama", "qwen3-5", "lfm2"])
 def test_committed_paths_continue_as_if_decoded(
     models: dict[str, Path], name: str, dtype: torch.dtype
 ) -> None:

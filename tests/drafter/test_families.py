@@ -22,7 +22,7 @@ from . import models
 
 FIRST = ("Llama", "Mistral", "Qwen2", "Qwen3")  # whole services of these are tested
 # Qwen3.5 is served in tests/verifier/test_recurrent.py.
-RECURRENT = ("Qwen3_5", "Qwen3_5Moe", "Qwen3Next", "OlmoHybrid")
+RECURRENT = ("Qwen3_5", "Qwen3_5Moe", "Qwen3Next", "OlmoHybrid", "Lfm2", "Lfm2Moe")
 NAMES = [name for name, (family, _) in FAMILIES.items() if family not in (*FIRST, *RECURRENT)]
 TOKENS = 24
 DRAFTERS: dict[str, dict[str, int]] = {"ngram": {}, "selfspec": {"context": 48, "min_survival": 0}}

@@ -38,26 +38,44 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def convolutions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Short convolutions beside attention."""
+    folder = tmp_path_factory.mktemp("convolutions")
+    torch.manual_seed(0)
+    config = transformers.Lfm2Config(
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=3,
+        layer_types=["conv", "full_attention", "conv"], num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=CONTEXT, initializer_range=0.3,
+        block_auto_adjust_ff_dim=False, eos_token_id=0, bos_token_id=1, pad_token_id=None,
+    )  # fmt: skip
+    transformers.Lfm2ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
 def fields(name: str, tokens: int) -> dict[str, Any]:
     sampling = sampling_pb2.SamplingParams(**SAMPLINGS[name])
     return {"sampling": sampling, "max_new_tokens": tokens, "ignore_eos": True}
 
 
 @pytest.mark.parametrize(
-    ("weights", "name"),
-    [("float32", "greedy"), ("float32", "T=0.7"), ("bfloat16", "T=0.7"), ("int8", "greedy"),
-     ("int4", "greedy")],
+    ("model", "weights", "name"),
+    [("hybrid", "float32", "greedy"), ("hybrid", "float32", "T=0.7"),
+     ("hybrid", "bfloat16", "T=0.7"), ("hybrid", "int8", "greedy"), ("hybrid", "int4", "greedy"),
+     ("convolutions", "float32", "T=0.7"), ("convolutions", "bfloat16", "greedy"),
+     ("convolutions", "int4", "T=0.7")],
 )  # fmt: skip
 async def test_same_tokens_with_every_drafter_and_in_any_chunks(
-    weights: str, name: str, hybrid: Path, tmp_path: Path
+    model: str, weights: str, name: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
+    folder: Path = request.getfixturevalue(model)
     prompt, wanted = text(3, 300), fields(name, 40)
     options: dict[str, Any] = {"weights": weights, "kv_bytes": 1 << 26}
-    async with serving(hybrid, tmp_path / "v.sock", **options) as client:
+    async with serving(folder, tmp_path / "v.sock", **options) as client:
         plain = await client.generate(prompt, None, **wanted)
         for drafter, draw in drafters.all_of(plain, len(prompt)).items():
             assert await client.generate(prompt, draw, seed=5, **wanted) == plain, drafter
-    async with serving(hybrid, tmp_path / "c.sock", prefill_token_limit=16, **options) as client:
+    async with serving(folder, tmp_path / "c.sock", prefill_token_limit=16, **options) as client:
         assert await client.generate(prompt, None, **wanted) == plain
 
 

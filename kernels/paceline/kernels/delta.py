@@ -1,4 +1,5 @@
-"""The gated delta rule (Yang et al. 2024, arXiv 2412.06464) over token trees, and its states.
+"""The gated delta rule (Yang et al. 2024, arXiv 2412.06464), and gated short convolutions (LFM2),
+over token trees, and their states.
 
 A layer keeps a state of fixed size for each sequence instead of keys and values. ``native/delta.h``
 has the operations; their order for a token is the same in prefill, decoding and trees.
@@ -29,19 +30,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DeltaShape:
-    """Shape of all layers with the gated delta rule."""
+    """Shape of all layers with the gated delta rule, or with short convolutions."""
 
     layers: int  # number of these layers
     key_heads: int  # heads of queries and keys, Hk
     value_heads: int  # heads of values, Hv, a multiple of Hk; each has a state
-    key_dim: int  # width of a query and a key, Dk
+    key_dim: int  # width of a query and a key, Dk; 0: the layers are short convolutions
     value_dim: int  # width of a value, Dv
     taps: int  # tokens that the convolution reads, 2 to `MAX_TAPS`
 
     @property
     def channels(self) -> int:
-        """Channels of the convolution: queries, keys and values of a row."""
-        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+        """Values of a row that the convolution reads: queries, keys and values; or factors and
+        values."""
+        keys = self.key_heads * self.key_dim
+        return 2 * keys + self.values if keys else 2 * self.values
 
     @property
     def values(self) -> int:
@@ -51,7 +54,7 @@ class DeltaShape:
     @property
     def logged(self) -> int:
         """Values that change a state: channels, betas and decays of a row."""
-        return self.channels + 2 * self.value_heads
+        return self.channels + (2 * self.value_heads if self.key_dim else 0)
 
     @property
     def byte_size(self) -> int:
@@ -63,26 +66,33 @@ class DeltaShape:
 @dataclass(frozen=True)
 class Delta:
     """A layer. A row of its input has queries, keys and values (the channels), then betas and
-    decays before their activations ``[Hv]``, then gates ``[Hv Dv]``.
+    decays before their activations ``[Hv]``, then gates ``[Hv Dv]``. Of a short convolution it has
+    factors, values and gates, ``[Hv Dv]`` each: outputs are gates times the convolved products.
     """
 
     shape: DeltaShape  # shape of all layers with the rule
-    # Weights of the channels, the newest token's last, float32 `[taps, channels]`.
+    # Weights of the channels, or of the values of a short convolution, the newest token's last,
+    # float32 `[taps, ...]`.
     convolution: Tensor
-    rates: Tensor  # rates of `exp(-rate softplus(x + bias))`, float32 `[Hv]`
-    bias: Tensor  # float32 `[Hv]`
-    norm: Norm  # the norm of the outputs of a head
+    # Rates of `exp(-rate softplus(x + bias))`, float32 `[Hv]`, and the norm of the outputs of a
+    # head; None: it is a short convolution.
+    rates: Tensor | None = None
+    bias: Tensor | None = None
+    norm: Norm | None = None
     beta: float = 1.0  # factor on betas
 
     def to_c(self) -> ctypes.Structure:
         """``Delta`` of ``native/delta.h``; the layer must outlive it."""
         s = self.shape
-        return CDelta(
+        found = CDelta(
             s.key_heads, s.value_heads, s.key_dim, s.value_dim, s.taps,
-            address(self.convolution, "a convolution"), address(self.rates, "rates"),
-            address(self.bias, "a bias"), address(self.norm.weight, "a norm"), self.norm.eps,
-            self.beta,
+            address(self.convolution, "a convolution"),
         )  # fmt: skip
+        if self.rates is not None and self.bias is not None and self.norm is not None:
+            found.rates, found.bias = address(self.rates, "rates"), address(self.bias, "a bias")
+            found.norm, found.eps = address(self.norm.weight, "a norm"), self.norm.eps
+            found.beta = self.beta
+        return found
 
 
 class _Slot:

@@ -182,7 +182,7 @@ def _routes(scores: Tensor, routing: Routing, choice: Tensor | None) -> Tensor:
     if routing.sigmoid or choice is not None:
         shares = parts.gather(1, chosen)
         if routing.among:
-            shares = shares / shares.sum(-1, keepdim=True)
+            shares = shares / shares.sum(-1, keepdim=True).clamp(min=routing.min_sum)
     elif routing.among:
         shares = ranked[:, : routing.top].softmax(-1)
     else:

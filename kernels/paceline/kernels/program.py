@@ -57,6 +57,7 @@ class Routing:
     among: bool  # shares are divided by their sum over these experts
     sigmoid: bool = False  # shares are sigmoids of scores, not a softmax over those of all experts
     factor: float = 1.0  # on shares
+    min_sum: float = 0.0  # a smaller sum counts as this
 
 
 # Kinds of operations; :mod:`paceline.kernels.operations` has how each runs.
@@ -123,7 +124,8 @@ class Operation:
     # Factor on the delta of ADD_NORM and ADD, the rows of EMBED, the shares of ROUTE; cap of CAP.
     factor: float = 1.0
     gelu: bool = False  # whether the activation of GATE is GELU (its form with tanh), not SiLU
-    limit: float = 0.0  # limit of the gates and ups of GATE, in the form of gpt-oss; 0: none
+    # Limit of the gates and ups of GATE, in the form of gpt-oss; 0: none. Of ROUTE, `min_sum`.
+    limit: float = 0.0
     # Sinks of ATTEND, float32 `[Hq]`: one extra logit per head in the softmax denominator.
     sinks: Tensor | None = None
     routing: Routing | None = None  # how ROUTE chooses experts
@@ -309,7 +311,8 @@ class Recorder:
         return self._attend(Kind.ATTEND_CONTEXT, q, layer, window)
 
     def delta(self, x: int, rule: Delta, layer: int) -> int:
-        """The gated delta rule over the states of a layer; ``x`` as in :class:`Delta`."""
+        """The gated delta rule, or a short convolution, over the states of a layer; ``x`` as in
+        :class:`Delta`."""
         width = rule.shape.value_heads * rule.shape.value_dim
         return self._add(Kind.DELTA, width, Extent.SLICE, source=x, rule=rule, layer=layer)
 
@@ -331,7 +334,7 @@ class Recorder:
         self._top = routing.top
         return self._add(
             Kind.ROUTE, 2 * routing.top, Extent.SLICE, source=scores, routing=routing,
-            choice=choice, factor=routing.factor,
+            choice=choice, factor=routing.factor, limit=routing.min_sum,
         )  # fmt: skip
 
     def spread(self, x: int, routes: int) -> int:

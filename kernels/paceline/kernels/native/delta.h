@@ -7,6 +7,11 @@
  * same operations, token by token, in float32: the bits of a row do not depend on how the text was
  * divided into blocks, nor on the number of lanes, since each column of S is a chain of its own.
  *
+ * With keys of width 0 there is no state: a layer is a gated short convolution (LFM2), whose rows
+ * have factors on values in the place of queries and keys, and no betas and decays:
+ *
+ *   out = z * convolution(factors * values)
+ *
  * Only the state behind the committed rows of a block is stored. Of drafted rows the inputs are
  * logged, and the accepted ones are run again, without outputs, by the next block. */
 #ifndef PACELINE_DELTA_H
@@ -35,7 +40,8 @@ typedef struct {
 } States;
 
 INLINE int64_t delta_channels(const Delta *d) {
-  return 2 * d->key_heads * d->key_dim + d->value_heads * d->value_dim;
+  const int64_t values = d->value_heads * d->value_dim;
+  return d->key_dim ? 2 * d->key_heads * d->key_dim + values : 2 * values;
 }
 
 INLINE int64_t delta_parent(const QueryBlock *b, int64_t n) {
@@ -113,6 +119,19 @@ INLINE void delta_convolve(const Delta *d, const float *const *rows, int64_t fir
   }
 }
 
+/* The output of `width` channels of a short convolution, from `first` on. */
+INLINE void delta_short(const Delta *d, const float *const *rows, int64_t first, int64_t width,
+                        float *out) {
+  const int64_t values = d->value_heads * d->value_dim;
+  for (int64_t i = first; i < first + width; i += LANES) {
+    vec sum = splat(0.0f);
+    for (int64_t t = 0; t < d->taps; t++)
+      sum = fma_(load_f32(d->convolution + t * values + i),
+                 load_f32(rows[t] + i) * load_f32(rows[t] + values + i), sum);
+    store_f32(out + i, load_f32(rows[d->taps - 1] + 2 * values + i) * sum);
+  }
+}
+
 INLINE void delta_unit(float *x, int64_t width, float factor) {
   const vec scale = splat(factor / sqrtf(sum_squares(x, width) + 1e-6f));
   for (int64_t i = 0; i < width; i += LANES) store_f32(x + i, load_f32(x + i) * scale);
@@ -132,9 +151,10 @@ static void delta_block(const Delta *d, const States *states, int64_t layer, con
                         float *scratch) {
   const int64_t dk = d->key_dim, dv = d->value_dim, heads = d->value_heads,
                 group = heads / d->key_heads;
-  const int64_t channels = delta_channels(d), logged = channels + 2 * heads,
+  const int64_t channels = delta_channels(d), logged = channels + (dk ? 2 * heads : 0),
                 width = logged + heads * dv;
-  const int64_t size = dk * dv, all_keys = d->key_heads * dk, head_v = head * group;
+  const int64_t size = dk * dv, key = dk ? dk : dv, all_keys = d->key_heads * key,
+                head_v = head * group;
   const int64_t begins = b->start == states->start, replayed = begins ? states->replayed : 0;
   const float *log = states->from_log + layer * states->from_rows * logged;
   float *to_log = states->to_log + layer * states->to_rows * logged;
@@ -142,8 +162,8 @@ static void delta_block(const Delta *d, const States *states, int64_t layer, con
   const float *window = begins ? states->from_window + layer * (d->taps - 1) * channels : to_window;
   float *state = states->to + (layer * heads + head_v) * size;
   const float *from = states->from + (layer * heads + head_v) * size;
-  const int64_t firsts[3] = {head * dk, all_keys + head * dk, 2 * all_keys + head_v * dv};
-  const int64_t widths[3] = {dk, dk, group * dv};
+  const int64_t firsts[3] = {head * key, all_keys + head * key, 2 * all_keys + head_v * dv};
+  const int64_t widths[3] = {key, key, dk ? group * dv : 0}; /* of channels */
   int16_t place[MAX_TREE_NODES];
   float q[MAX_DIM], k[MAX_DIM], v[MAX_DIM], read[MAX_DIM];
   CHECK(dk <= MAX_DIM && dv <= MAX_DIM && d->taps > 0 && d->taps <= MAX_TAPS);
@@ -162,6 +182,17 @@ static void delta_block(const Delta *d, const States *states, int64_t layer, con
     for (int64_t t = d->taps - 1, at = n; t >= 0; t--, at = delta_parent(b, at))
       rows[t] = DELTA_ROW(at);
     const float *x = rows[d->taps - 1];
+    if (n >= committed) {
+      float *saved = to_log + (n - committed) * logged;
+      for (int part = 0; part < 3; part++)
+        memcpy(saved + firsts[part], x + firsts[part], (size_t)widths[part] * sizeof(float));
+      for (int64_t at = channels + head_v; at < logged; at += heads) /* betas, decays */
+        memcpy(saved + at, x + at, (size_t)group * sizeof(float));
+    }
+    if (!dk) {
+      if (n >= 0) delta_short(d, rows, firsts[0], dv, out + (b->row + n) * heads * dv);
+      continue;
+    }
     delta_convolve(d, rows, firsts[0], dk, q);
     delta_convolve(d, rows, firsts[1], dk, k);
     delta_unit(q, dk, 1.0f / sqrtf((float)dk));
@@ -172,12 +203,6 @@ static void delta_block(const Delta *d, const States *states, int64_t layer, con
       const int64_t parent = delta_parent(b, n);
       if (parent >= committed) source = scratch + place[parent] * group * size;
       target = place[n] < 0 ? NULL : scratch + place[n] * group * size;
-      float *saved = to_log + (n - committed) * logged;
-      for (int part = 0; part < 3; part++)
-        memcpy(saved + firsts[part], x + firsts[part], (size_t)widths[part] * sizeof(float));
-      memcpy(saved + channels + head_v, x + channels + head_v, (size_t)group * sizeof(float));
-      memcpy(saved + channels + heads + head_v, x + channels + heads + head_v,
-             (size_t)group * sizeof(float));
     }
     for (int64_t g = 0; g < group; g++) {
       const int64_t h = head_v + g;

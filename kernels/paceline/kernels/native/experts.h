@@ -30,6 +30,7 @@ typedef struct {
   int among;           /* shares are divided by the sum of those of the chosen experts */
   int sigmoid;         /* a share is the sigmoid of a score, not its part of the softmax over all */
   float factor;        /* on shares */
+  float min_sum;       /* `among`: a smaller sum counts as this */
   const float *choice; /* added to shares to choose experts [experts]; null: scores choose */
 } Routing;
 
@@ -59,8 +60,12 @@ INLINE void route_row(const Routing *r, const float *scores, float *route) {
     taken[best] = 1;
     route[k] = (float)best;
   }
-  if (r->among) sum = 0.0f;
-  for (int64_t k = 0; r->among && k < r->top; k++) sum += part[(int64_t)route[k]];
+  if (r->among) {
+    const float min_sum = sum * r->min_sum;
+    sum = 0.0f;
+    for (int64_t k = 0; k < r->top; k++) sum += part[(int64_t)route[k]];
+    sum = sum < min_sum ? min_sum : sum;
+  }
   for (int64_t k = 0; k < r->top; k++)
     route[r->top + k] = part[(int64_t)route[k]] / sum * r->factor;
 }

@@ -363,6 +363,7 @@ static void run_row(const State *s, const Operation *o, int64_t row) {
                                .among = (int)o->among,
                                .sigmoid = (int)o->sigmoid,
                                .factor = (float)o->factor,
+                               .min_sum = (float)o->limit,
                                .choice = o->weight};
       route_row(&routing, in, rows_of(s, o->out) + row * 2 * top);
       break;

@@ -69,7 +69,7 @@ typedef struct {
   const void *weight,
       *second;         /* second: norm of keys for ROTATE, whose `weight` is that of queries */
   const void *factors; /* of ROTATE */
-  double eps, factor, limit; /* limit: of GATE; 0: none */
+  double eps, factor, limit; /* limit: of GATE, 0: none; min_sum of ROUTE */
 } Operation;
 
 /* A buffer is float32 [rows, width]. Buffer 0 is the caller's: the logits. */

@@ -73,13 +73,13 @@ def decoder_config(
         model_type=hf.model_type,
         layers=hf.num_hidden_layers,
         hidden=hf.hidden_size,
-        intermediate=getattr(hf, "moe_intermediate_size", None) or hf.intermediate_size,
+        intermediate=_intermediate(hf),
         q_heads=hf.num_attention_heads,
         kv_heads=hf.num_key_value_heads,
         head_dim=_head_dim(hf),
         vocab_size=hf.vocab_size,
         max_position=_context(hf, family),
-        norm_eps=hf.rms_norm_eps,
+        norm_eps=getattr(hf, "rms_norm_eps", None) or hf.norm_eps,
         rope_inv_freq=tuple(inv_freq.tolist()),
         rope_scaling=rope_scaling,
         windows=windows,
@@ -103,6 +103,17 @@ def decoder_config(
             if isinstance(number, float) and not math.isfinite(number):
                 raise UnsupportedModelError(f"{name} has {number}, expected finite numbers")
     return config
+
+
+def _intermediate(hf: Any) -> int:
+    """The width of a feed-forward block, or of an expert. LFM2 names the one that its own is made
+    of."""
+    wide = getattr(hf, "moe_intermediate_size", None) or hf.intermediate_size
+    if getattr(hf, "block_auto_adjust_ff_dim", False):
+        wide, step = int(2 * wide / 3), hf.block_multiple_of
+        if hf.block_ffn_dim_multiplier is not None:
+            wide = -(-int(hf.block_ffn_dim_multiplier * wide) // step) * step
+    return int(wide)
 
 
 def _context(hf: Any, family: Family) -> int:
@@ -144,7 +155,8 @@ def _dense_layers(hf: Any) -> tuple[int, ...]:
     """Layers without experts, by the fields of all families."""
     count = hf.num_hidden_layers
     step = getattr(hf, "decoder_sparse_step", None) or getattr(hf, "moe_layer_interval", None) or 1
-    first = getattr(hf, "first_k_dense_replace", 0) or getattr(hf, "moe_layer_start_index", 0) or 0
+    names = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
+    first = next(filter(None, (getattr(hf, name, 0) for name in names)), 0)
     last = getattr(hf, "moe_layer_end_index", count)
     named = set(getattr(hf, "mlp_only_layers", None) or ())
     return tuple(i for i in range(count) if not first <= i <= last or (i + 1) % step or i in named)
@@ -184,7 +196,7 @@ def _quantisation(hf: Any) -> str:
 
 
 def _activation(hf: Any) -> str:
-    return str(getattr(hf, "hidden_activation", None) or hf.hidden_act)
+    return str(getattr(hf, "hidden_activation", None) or getattr(hf, "hidden_act", "silu"))
 
 
 def rope_parameters(hf: Any, layers: str = "full_attention") -> dict[str, Any]:
@@ -302,7 +314,7 @@ def _windows(hf: Any, family: Family) -> tuple[int | None, ...]:
         sliding = family.layer_types == "sliding" and window
         kinds = ["sliding_attention" if sliding else "full_attention"] * hf.num_hidden_layers
     known = {"full_attention", "sliding_attention"}
-    known |= {"linear_attention"} if family.delta_inputs else set()
+    known |= {"linear_attention", "conv"} if family.delta_inputs else set()
     unknown = set(kinds) - known
     if unknown or len(kinds) != hf.num_hidden_layers:
         raise UnsupportedModelError(

@@ -15,6 +15,15 @@ from paceline.kernels.quantised import check_finite, mxfp4
 
 # Name fragments of folders of some families, and the names that are used here.
 _NAMES = {
+    "model.embedding_norm.": "model.norm.",
+    ".operator_norm.": ".input_layernorm.",
+    ".ffn_norm.": ".post_attention_layernorm.",
+    ".q_layernorm.": ".q_norm.",
+    ".k_layernorm.": ".k_norm.",
+    ".self_attn.out_proj.": ".self_attn.o_proj.",
+    ".conv.": ".linear_attn.",
+    ".feed_forward.": ".mlp.",
+    ".mlp.expert_bias": ".mlp.router.choice.bias",
     ".query_layernorm.": ".q_norm.",
     ".key_layernorm.": ".k_norm.",
     ".attention_layer_norm.": ".input_layernorm.",

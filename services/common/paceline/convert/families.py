@@ -6,6 +6,7 @@ tensors are called, and which fields of its transformers configuration set the d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -15,8 +16,9 @@ from paceline.kernels import MAX_TAPS, DeltaShape
 
 Values = Callable[[Any], dict[str, Any]]
 
-# Parts of a layer in GGUF files, by their Hugging Face names.
+# Parts in GGUF files, those of layers without their prefix, by their Hugging Face names.
 GGUF_NAMES = {
+    "model.norm": "output_norm",
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -49,6 +51,8 @@ GGUF_NAMES = {
     "linear_attn.qkv_conv1d": "ssm_conv1d",
     "linear_attn.norm": "ssm_norm",
     "linear_attn.out_proj": "ssm_out",
+    "linear_attn.in_proj": "shortconv.in_proj",
+    "linear_attn.conv": "shortconv.conv",
     "post_feedforward_layernorm": "post_ffw_norm",
     "post_mlp_layernorm": "post_ffw_norm",
 }
@@ -65,8 +69,6 @@ _FEATURES = {
     "mamba": "state-space layers",
     "ssm": "state-space layers",
     "wkv": "RWKV layers",
-    "conv_l_cache": "layers of short convolutions",
-    "shortconv": "layers of short convolutions",
     "per_layer_input": "an embedding for each layer",
     "kv_shared_layers": "keys and values shared between layers",
     "shared_kv_layers": "keys and values shared between layers",
@@ -103,10 +105,11 @@ class Family:
     # Names of the norms before and after attention, before and after the feed-forward block; "":
     # there is none.
     norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
-    # Those of layers with the gated delta rule instead of attention, if they are others.
+    # Those of layers with recurrent states instead of attention, if they are others.
     delta_norms: tuple[str, str, str, str] | None = None
     # Projections of these layers, whose rows are what :class:`paceline.kernels.Delta` reads (by key
-    # head if there are two); (): the family has none. Then the output projection, and the norm.
+    # head if there are two); (): the family has none. Then the output projection, and the norm; "":
+    # the layers are short convolutions.
     delta_inputs: tuple[str, ...] = ()
     delta_outputs: tuple[str, str] = ("out_proj", "norm")
     delta_convolutions: tuple[str, ...] = ("qkv_conv1d",)  # of queries, keys and values
@@ -153,11 +156,12 @@ class Family:
             ]
             out, norm = (f"linear_attn.{name}" for name in self.delta_outputs)
             parts += [(out, hidden, shape.values, False)]
-            yield f"{norm}.weight", (shape.value_dim,)
             for name in self.delta_convolutions:
                 outs = delta_outs(name, shape)
                 yield f"linear_attn.{name}.weight", (outs, 1, shape.taps)
-            yield from ((name, (shape.value_heads,)) for name in GGUF_RATES)
+            if shape.key_dim:
+                yield f"{norm}.weight", (shape.value_dim,)
+                yield from ((name, (shape.value_heads,)) for name in GGUF_RATES)
         else:
             parts = [
                 (f"self_attn.{name}", outs, hidden, of.qkv_bias)
@@ -200,7 +204,9 @@ class Family:
 
 
 def delta_outs(name: str, shape: DeltaShape) -> int:
-    """Outputs of a projection or convolution of a layer with the gated delta rule."""
+    """Outputs of a projection or convolution of a layer with recurrent states."""
+    if not shape.key_dim:
+        return 3 * shape.values if name == "in_proj" else shape.values
     keys, values, heads = shape.key_heads * shape.key_dim, shape.values, shape.value_heads
     widths = {"q": keys, "k": keys, "v": values, "z": values, "g": values, "a": heads, "b": heads}
     return sum(widths[letter] for letter in name.removeprefix("in_proj_").partition("_")[0])
@@ -334,7 +340,8 @@ def _glm_experts(hf: Any) -> dict[str, Any]:
 def _ernie_experts(hf: Any) -> dict[str, Any]:
     if hf.use_bias:
         raise ValueError("use_bias is true, expected false in a mixture of experts")
-    return {"shared_intermediate": hf.moe_intermediate_size * hf.moe_num_shared_experts}
+    shared = hf.moe_intermediate_size * hf.moe_num_shared_experts
+    return {"shared_intermediate": shared, "min_share_sum": float(hf.moe_norm_min)}
 
 
 def _ernie_gguf(values: Any) -> dict[str, Any]:
@@ -349,18 +356,60 @@ def _ernie_gguf(values: Any) -> dict[str, Any]:
 
 
 def _delta(hf: Any) -> dict[str, Any]:
-    layers = tuple(i for i, kind in enumerate(hf.layer_types) if kind == "linear_attention")
     heads = hf.linear_num_key_heads, hf.linear_num_value_heads
-    if heads[1] % heads[0] or not 2 <= hf.linear_conv_kernel_dim <= MAX_TAPS:
+    if heads[1] % heads[0]:
         raise ValueError(
-            f"linear_num_value_heads is {heads[1]} with {heads[0]} key heads and "
-            f"linear_conv_kernel_dim {hf.linear_conv_kernel_dim}, expected a multiple, and 2 to "
-            f"{MAX_TAPS}"
+            f"linear_num_value_heads is {heads[1]} with {heads[0]} key heads, expected a multiple"
         )
+    widths = hf.linear_key_head_dim, hf.linear_value_head_dim
+    return _recurrent(hf, "linear_attention", (*heads, *widths), "linear_conv_kernel_dim")
+
+
+def _recurrent(hf: Any, kind: str, heads: tuple[int, ...], taps: str) -> dict[str, Any]:
+    """Layers with recurrent states, by their type, their heads and the field of their taps."""
+    layers = tuple(i for i, each in enumerate(hf.layer_types) if each == kind)
+    if not 2 <= getattr(hf, taps) <= MAX_TAPS:
+        raise ValueError(f"{taps} is {getattr(hf, taps)}, expected 2 to {MAX_TAPS}")
     if len(layers) == hf.num_hidden_layers:
-        raise ValueError("layer_types are all linear_attention, expected some full_attention")
-    shape = (*heads, hf.linear_key_head_dim, hf.linear_value_head_dim, hf.linear_conv_kernel_dim)
-    return {"delta_layers": layers, "delta_heads": shape}
+        raise ValueError(f"layer_types are all {kind}, expected some full_attention")
+    return {"delta_layers": layers, "delta_heads": (*heads, getattr(hf, taps))}
+
+
+def _layer_types(values: Any, kind: str) -> list[str]:
+    """Types of all layers, by that of the layers with recurrent states."""
+    kinds = ("full_attention", kind)
+    return [kinds[layer in values.delta_layers] for layer in range(values.layers)]
+
+
+def _convolutions(hf: Any) -> dict[str, Any]:
+    if hf.conv_bias:
+        raise ValueError("conv_bias is true, expected short convolutions without biases")
+    heads = math.gcd(hf.hidden_size, hf.num_attention_heads)  # what threads divide them into
+    return _recurrent(hf, "conv", (heads, heads, 0, hf.hidden_size // heads), "conv_L_cache")
+
+
+def _convolutions_gguf(values: Any) -> dict[str, Any]:
+    return {
+        "layer_types": _layer_types(values, "conv"),
+        "conv_L_cache": values.delta.taps,
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
+def _convolutions_experts_gguf(values: Any) -> dict[str, Any]:
+    return {
+        **_convolutions_gguf(values),
+        **_experts_gguf(values),
+        "num_dense_layers": len(values.dense_layers),
+        "routed_scaling_factor": values.real("expert_weights_scale", 1.0),
+    }
+
+
+def _convolutions_experts(hf: Any) -> dict[str, Any]:
+    if not hf.use_expert_bias:
+        raise ValueError("use_expert_bias is false, expected experts chosen with a bias")
+    factor = float(hf.routed_scaling_factor)
+    return _convolutions(hf) | {"sigmoid_shares": True, "share_factor": factor}
 
 
 def _delta_experts(hf: Any) -> dict[str, Any]:
@@ -368,9 +417,8 @@ def _delta_experts(hf: Any) -> dict[str, Any]:
 
 
 def _delta_gguf(values: Any) -> dict[str, Any]:
-    kinds = ("full_attention", "linear_attention")
     return {
-        "layer_types": [kinds[layer in values.delta_layers] for layer in range(values.layers)],
+        "layer_types": _layer_types(values, "linear_attention"),
         "linear_num_key_heads": values.delta.key_heads,
         "linear_num_value_heads": values.delta.value_heads,
         "linear_key_head_dim": values.delta.key_dim,
@@ -418,6 +466,22 @@ _QWEN3_5 = Family(
     gguf="qwen35",
     gguf_names=_AFTER,
     gguf_values=_delta_gguf,
+)
+_LFM2 = Family(
+    model="Lfm2",
+    qkv_bias=False,
+    o_bias=False,
+    qk_norm="heads",
+    delta_inputs=("in_proj",),
+    delta_outputs=("out_proj", ""),
+    delta_convolutions=("conv",),
+    switches=_convolutions,
+    gguf="lfm2",
+    gguf_names={
+        "model.norm": "token_embd_norm",
+        "linear_attn.out_proj": "shortconv.out_proj",
+    },
+    gguf_values=_convolutions_gguf,
 )
 _SHARED: dict[str, Any] = {"experts": True, "shared_gate": True, "switches": _delta_experts}
 # Supported families, by Hugging Face model type.
@@ -509,6 +573,16 @@ FAMILIES = {
         layer_types=None,
         switches=_olmo_delta,
         gguf="",
+    ),
+    "lfm2": _LFM2,
+    "lfm2_moe": replace(
+        _LFM2,
+        model="Lfm2Moe",
+        experts=True,
+        router_choice=True,
+        switches=_convolutions_experts,
+        gguf="lfm2moe",
+        gguf_values=_convolutions_experts_gguf,
     ),
     "smollm3": Family(model="SmolLM3", switches=_without_rope, gguf="smollm3", gguf_rows=True),
     "granite": Family(

@@ -33,6 +33,8 @@ _COUNTS = {
     "linear_key_head_dim": 1 << 16,
     "linear_value_head_dim": 1 << 16,
     "linear_conv_kernel_dim": 1 << 8,
+    "conv_L_cache": 1 << 8,
+    "block_multiple_of": 1 << 24,
 }
 # Counts that may be 0.
 _FROM_NONE = {
@@ -44,6 +46,8 @@ _FROM_NONE = {
 # Fields that are numbers above 0, and the largest of each.
 _REALS = {
     "rms_norm_eps": 1.0,
+    "norm_eps": 1.0,
+    "block_ffn_dim_multiplier": 1e6,
     "rope_theta": 1e15,
     "rope_local_base_freq": 1e15,
     "partial_rotary_factor": 1.0,

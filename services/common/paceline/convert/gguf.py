@@ -44,8 +44,8 @@ from paceline.device import device_of
 from paceline.kernels import DeltaShape
 from paceline.kernels.quantised import QuantisedMatrix
 
-# Names of the token embedding and the final norm.
-EMBEDDING, NORM = "token_embd.weight", "output_norm.weight"
+# Name of the token embedding.
+EMBEDDING = "token_embd.weight"
 _MAX_NUMBER = (1 << 31) - 1
 _log = logging.getLogger(__name__)
 _HEAD = "output.weight"
@@ -81,7 +81,8 @@ class Metadata:
         named = self.experts and self.get(wide) is not None
         self.intermediate = self.count(wide if named else "feed_forward_length")
         self.q_heads = self.count("attention.head_count")
-        self.kv_heads = self.count("attention.head_count_kv", self.q_heads)
+        counts = self._kv_counts()
+        self.kv_heads = max(counts)
         if self.q_heads % self.kv_heads:
             raise self._error(f"{self.q_heads} heads are no multiple of {self.kv_heads} kv heads")
         self.head_dim = self.count("attention.key_length", max(1, self.hidden // self.q_heads))
@@ -110,7 +111,14 @@ class Metadata:
         self.delta: DeltaShape | None = None
         # Whether betas and decays are one projection, and value heads as in folders.
         self.fused = self.architecture == "qwen3next"
-        if self.family.delta_inputs:
+        if self.family.delta_inputs and not self.family.delta_outputs[1]:
+            self.delta_layers = tuple(i for i, count in enumerate(counts) if not count)
+            heads = math.gcd(self.hidden, self.q_heads)
+            self.delta = DeltaShape(
+                len(self.delta_layers), heads, heads, 0, self.hidden // heads,
+                self.count("shortconv.l_cache"),
+            )  # fmt: skip
+        elif self.family.delta_inputs:
             interval = self._optional("full_attention_interval", 4)
             self.delta_layers = tuple(i for i in range(self.layers) if (i + 1) % interval)
             heads = self.count("ssm.time_step_rank")
@@ -134,6 +142,17 @@ class Metadata:
         if layer in self.dense_layers:
             return 0, self.dense_intermediate
         return self.experts, self.intermediate
+
+    def _kv_counts(self) -> list[int]:
+        """KV heads of each layer: the same number, or 0 for a short convolution."""
+        key = "attention.head_count_kv"
+        if not isinstance(self.get(key), GgufArray):
+            return [self.count(key, self.q_heads)] * self.layers
+        found = self.numbers(key)
+        counts = set(found) - ({0} if self.family.delta_inputs else set())
+        if len(counts) != 1 or not counts <= set(range(1, self.q_heads + 1)):
+            raise self._error(f"{key} has {sorted(set(found))}, expected one number of heads")
+        return [int(each) for each in found]
 
     def _bias(self, field: bool | str, part: str) -> bool:
         if isinstance(field, bool):
@@ -204,14 +223,14 @@ def expected_tensors(values: Metadata) -> Iterator[tuple[str, str, tuple[int, ..
     """Names in the file, Hugging Face names and shapes of the tensors, without the LM head."""
     names = {**GGUF_NAMES, **values.family.gguf_names}
     yield EMBEDDING, "model.embed_tokens.weight", (values.vocab_size, values.hidden)
-    yield NORM, "model.norm.weight", (values.hidden,)
+    yield f"{names['model.norm']}.weight", "model.norm.weight", (values.hidden,)
     for index in range(values.layers):
         for name, shape in values.family.layer_tensors(values, index):
             part, kind = name.rsplit(".", 1)
             stored = GGUF_RATES.get(name) or f"{names[part]}.{kind}"
             if values.fused and stored in _FUSED:
                 stored, shape = "ssm_ba.weight", (2 * shape[0], shape[1])
-            if stored == "ssm_conv1d.weight":
+            if "conv" in stored and len(shape) == 3:
                 shape = shape[::2]  # a matrix
             if shape[0] == 1:
                 shape = shape[1:]
@@ -455,14 +474,16 @@ class _Tensors(Tensors[Weight]):
             tensor = tensor.part(expert)
         found = decode(self._file, tensor, small=self._small)  # copies
         self._file.release()
-        part = stored.removeprefix("blk.").split(".")[1]
+        part = stored.removeprefix("blk.").partition(".")[2]
+        part = part.removesuffix(".weight").removesuffix(".bias")
         if part in self._heads:
             found = in_order(found, _hf_rows(found.shape[0], self._heads[part]))
         if self._delta is not None and ".linear_attn." in name:
             if part == "ssm_ba":
                 rows = torch.arange(found.shape[0]).view(self._delta.key_heads, 2, -1)
                 found = in_order(found, rows[:, int("in_proj_a" in name)].flatten())
-            found = _grouped(part, found, self._delta, tiled=not self._fused)
+            tiled = self._delta.key_dim > 0 and not self._fused
+            found = _grouped(part, found, self._delta, tiled=tiled)
         if isinstance(found, QuantisedMatrix):
             return found
         found = found[None] if part == "ffn_gate_inp_shexp" else found
@@ -470,13 +491,13 @@ class _Tensors(Tensors[Weight]):
 
 
 def _grouped(part: str, weight: Weight, shape: DeltaShape, *, tiled: bool) -> Weight:
-    """A tensor of a layer with the gated delta rule as folders have it: value heads are behind each
+    """A tensor of a layer with recurrent states as folders have it: value heads are behind each
     other by key head there, and in turns in the file if it is ``tiled``."""
     if part == "ssm_norm":
         return weight
     if part == "ssm_a":
         weight = (-plain(weight, torch.float32)).log()
-    if part == "ssm_conv1d":
+    if part in ("ssm_conv1d", "shortconv.conv"):
         weight = plain(weight, torch.float32)[:, None]
     if not tiled:
         return weight

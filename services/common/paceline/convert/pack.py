@@ -86,7 +86,8 @@ class Packer:
             parts |= self._delta(f"{base}linear_attn.", norm, family.delta_convolutions)
             names = [f"linear_attn.{name}" for name in family.delta_inputs]
             outs = tuple(delta_outs(name, shape) for name in family.delta_inputs)
-            add("qkv", names, outs, hidden, False, _delta_rows(shape) if len(outs) == 2 else None)
+            order = None if len(outs) > 2 else _delta_rows(shape)
+            add("qkv", names, outs, hidden, False, order)
             add("out", [f"linear_attn.{out}"], (hidden,), shape.values, False)
         else:
             if config.qk_norm:
@@ -143,8 +144,10 @@ class Packer:
         convolution = torch.cat(
             [vector(f"{name}.weight", count, 1, shape.taps) for name, count in outs.items()]
         )
-        return {
-            "delta.convolution": convolution[:, 0].T.contiguous(),
+        found: dict[str, Part] = {"delta.convolution": convolution[:, 0].T.contiguous()}
+        if not norm:
+            return found
+        return found | {
             "delta.rates": vector("A_log", shape.value_heads).exp(),
             "delta.bias": vector("dt_bias", shape.value_heads).contiguous(),
             "delta.norm": vector(f"{norm}.weight", shape.value_dim).contiguous(),
@@ -175,8 +178,12 @@ def _rows_in_order(config: DecoderConfig) -> Tensor | None:
 
 
 def _delta_rows(shape: DeltaShape) -> Tensor:
-    """Rows of two projections, of queries, keys, values and gates and of betas and decays, which
-    have those of each key head together, in the order of :class:`paceline.kernels.Delta`."""
+    """Rows in the order of :class:`paceline.kernels.Delta`: of two projections, of queries, keys,
+    values and gates and of betas and decays, which have those of each key head together; or of one,
+    of factors, gates and values."""
+    if not shape.key_dim:
+        factors, gates, values = torch.arange(3 * shape.values).chunk(3)
+        return torch.cat([factors, values, gates])
     group = shape.value_heads // shape.key_heads
     widths = (shape.key_dim, shape.key_dim, *[group * shape.value_dim] * 2)
     first = torch.arange(shape.key_heads * sum(widths)).view(shape.key_heads, -1)

@@ -168,7 +168,7 @@ class CudaDevice(Device):
             )
         if config.delta_layers:
             raise UnsupportedModelError(
-                f"layers of the gated delta rule are supported on the CPU; {where}"
+                f"layers with recurrent states are supported on the CPU; {where}"
             )
         if config.attention_cap:
             raise UnsupportedModelError(

@@ -91,6 +91,7 @@ class DecoderConfig:
     # Whether a share is the sigmoid of a score, not its part of the softmax over all.
     sigmoid_shares: bool = False
     share_factor: float = 1.0  # on shares
+    min_share_sum: float = 0.0  # what shares are divided by is no smaller
     dense_layers: tuple[int, ...] = ()  # layers without experts in a mixture of experts, rising
     dense_intermediate: int = 0  # width of their feed-forward block
     # Width of a block beside the experts, which all rows go through; 0: none.
@@ -98,7 +99,7 @@ class DecoderConfig:
     # Limit of gates and ups in the feed-forward activation of gpt-oss; 0: another activation.
     swiglu_limit: float = 0.0
     gated: bool = False  # outputs of attention are multiplied by gates, which `qkv` has at its end
-    # Layers with the gated delta rule instead of attention, rising.
+    # Layers with the gated delta rule, or a short convolution, instead of attention, rising.
     delta_layers: tuple[int, ...] = ()
     # Key heads, value heads, their widths, and taps of the convolution of these layers; see
     # :class:`paceline.kernels.DeltaShape`.
@@ -113,7 +114,7 @@ class DecoderConfig:
 
     @property
     def delta(self) -> DeltaShape | None:
-        """Shape of the layers with the gated delta rule, if there are any."""
+        """Shape of the layers with recurrent states, if there are any."""
         if not self.delta_layers:
             return None
         return DeltaShape(len(self.delta_layers), *self.delta_heads)

@@ -133,7 +133,7 @@ def _feed_forward(config: DecoderConfig, program: Recorder, layer: DecoderLayer,
     assert isinstance(layer.down, Experts)
     routing = Routing(
         config.experts, config.experts_per_token, config.norm_topk_prob,
-        config.sigmoid_shares, config.share_factor,
+        config.sigmoid_shares, config.share_factor, config.min_share_sum,
     )  # fmt: skip
     routes = program.route(program.multiply(x, layer.router), routing, layer.choice)
     gate_up = program.multiply_slots(program.spread(x, routes), layer.gate_up)
@@ -168,13 +168,13 @@ def build_layer(config: DecoderConfig, parts: Mapping[str, Part]) -> DecoderLaye
         return Experts([linear(f"{name}.{expert}") for expert in range(config.experts)])
 
     q_norm, k_norm, delta = norm("q_norm"), norm("k_norm"), None
-    if "delta.norm" in parts:
+    if "delta.convolution" in parts:
         names = ("convolution", "rates", "bias")
         vectors: Any = {name: tensor(f"delta.{name}") for name in names}
         shape, delta_norm = config.delta, norm("delta.norm")
         assert shape is not None
-        assert delta_norm is not None
-        delta_norm = replace(delta_norm, eps=config.delta_eps or config.norm_eps)
+        if delta_norm is not None:
+            delta_norm = replace(delta_norm, eps=config.delta_eps or config.norm_eps)
         delta = Delta(shape, **vectors, norm=delta_norm, beta=config.delta_beta)
     shared = None
     if "shared.down" in parts:
