@@ -44,7 +44,7 @@ def make_model(
 ) -> Path:
     """A random model of a family of transformers, whose weights a function may change."""
     torch.manual_seed(seed)
-    text = f"{family}Text" if family in ("Gemma3", "Qwen3_5", "Qwen3_5Moe") else family
+    text = f"{family}Text" if family in ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe") else family
     config = getattr(transformers, f"{text}Config")(**SHAPE | shape)
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     if spread is not None:

@@ -57,8 +57,16 @@ _DELTA_MOE = {
     "shared_expert_intermediate_size": 48, "norm_topk_prob": True,
     "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
 }  # fmt: skip
-_CONVOLUTIONS = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
 _SLIDING = {"sliding_window": 40, "layer_types": _KINDS}
+_GEMMA4 = {
+    **_SLIDING, "global_head_dim": 32, "hidden_size_per_layer_input": 0, "rope_parameters": {
+        "sliding_attention": _BY_KIND["sliding_attention"],
+        "full_attention": {
+            "rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 20000.0,
+        },
+    },
+}  # fmt: skip
+_CONVOLUTIONS = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -127,6 +135,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3-full": ("Phi3", {"max_position_embeddings": 4096}),
     "gemma2": ("Gemma2", {**_SLIDING, "query_pre_attn_scalar": 24}),
     "gemma3": ("Gemma3", {**_SLIDING, "rope_parameters": _BY_KIND}),
+    "gemma4": ("Gemma4", _GEMMA4),
+    "gemma4-keys": ("Gemma4", _GEMMA4 | {
+        "attention_k_eq_v": True, "num_global_key_value_heads": 1, "tie_word_embeddings": False,
+        "final_logit_softcapping": 20.0,
+    }),
     "qwen3-5": ("Qwen3_5", _DELTA),
     "qwen3-5-moe": ("Qwen3_5Moe", _DELTA | _DELTA_MOE),
     "qwen3-next": ("Qwen3Next", _DELTA | _DELTA_MOE),
@@ -168,6 +181,8 @@ def _spread(model: torch.nn.Module) -> None:
     for name, buffer in model.named_buffers():
         if name.endswith(("e_score_correction_bias", "expert_bias")):
             torch.nn.init.normal_(buffer, 0.0, 0.15)
+        if name.endswith("layer_scalar"):
+            buffer.uniform_(0.5, 1.5)
 
 
 def changed(

@@ -53,6 +53,8 @@ def test_tensors_that_would_be_left_out_and_devices_without_a_soft_cap_are_refus
         load_config(models["llama"], torch.float16)
     with pytest.raises(UnsupportedModelError, match="soft cap, which is supported on the CPU"):
         load_decoder(models["gemma2"], device="cuda")
+    with pytest.raises(UnsupportedModelError, match="heads that differ by layer are supported on"):
+        load_decoder(models["gemma4"], device="cuda")
     wide = changed(models["llama"], tmp_path / "wide", head_dim=512)
     with pytest.raises(UnsupportedModelError, match="heads have 512 elements, expected at most"):
         load_decoder(wide, device="cuda")

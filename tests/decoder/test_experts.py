@@ -93,11 +93,19 @@ def test_missing_wrong_and_extra_experts_are_named(
         ("lfm2", {"conv_bias": True}, "conv_bias is true, expected short convolutions without"),
         ("lfm2", {"conv_L_cache": 9}, "conv_L_cache is 9, expected 2 to 8"),
         ("lfm2", {"layer_types": ["conv"] * 3}, "layer_types are all conv, expected some full"),
+        (
+            "gemma4",
+            {"hidden_size_per_layer_input": 8},
+            "per_layer_input is 8, expected no embedding",
+        ),
+        ("gemma4", {"num_kv_shared_layers": 1}, "shared_layers is 1, expected no keys and values"),
+        ("gemma4", {"enable_moe_block": True}, "enable_moe_block is True, expected a feed-forward"),
+        ("gemma4", {"head_dim": 48}, "of widths .32, 48., expected a number and a multiple of it"),
         ("gpt-oss", {"quantization_config": {"quant_method": "gptq"}}, "by 'gptq' are not"),
         ("gpt-oss", {"swiglu_alpha": 2.0}, "swiglu_alpha is 2.0, expected 1.702"),
     ],
 )
-def test_mixtures_and_convolutions_that_are_not_supported(
+def test_layers_that_are_not_supported(
     models: dict[str, Path], tmp_path: Path, name: str, change: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=message):

@@ -35,7 +35,7 @@ from paceline.convert import (
 )
 from paceline.convert.gguf import GgufModel
 from paceline.convert.gguf_file import GgufFile, GgufTensor, converted_bits, decode, read_gguf
-from paceline.convert.weights import Weight, in_columns, plain
+from paceline.convert.weights import Weight, in_columns, in_order, plain
 from paceline.decoder import Decoder, LocalCache, UnsupportedModelError
 from paceline.kernels.linear import PackedMatrix, pack_rotated
 from paceline.kernels.quantised import QuantisedMatrix, quantise
@@ -201,6 +201,20 @@ def test_columns_in_another_order_keep_their_values(width: int) -> None:
     order = torch.arange(4 * width).view(2, 2, width).transpose(0, 1).flatten()
     found = plain(in_columns(blocks, order), torch.float32)
     assert torch.equal(found, plain(blocks, torch.float32)[:, order])
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_zeros_beside_blocks(bits: int) -> None:
+    """Where heads are padded: zeros exactly, and the rest keeps its blocks."""
+    blocks = quantise(torch.randn(8, 64) - 2, bits)
+    exact = plain(blocks, torch.float32)
+    places = torch.cat([torch.arange(32), torch.full((32,), -1), torch.arange(32, 64)])
+    found = in_columns(blocks, places)
+    assert isinstance(found, QuantisedMatrix)
+    zeros = torch.zeros(8, 32)
+    assert torch.equal(found.dequantise(), torch.cat([exact[:, :32], zeros, exact[:, 32:]], 1))
+    found = plain(in_order(blocks, torch.tensor([3, -1, 5])), torch.float32)
+    assert torch.equal(found, torch.stack([exact[3], torch.zeros(64), exact[5]]))
 
 
 def test_a_matrix_without_whole_blocks(models: dict[str, Path], tmp_path: Path) -> None:

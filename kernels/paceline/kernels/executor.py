@@ -231,7 +231,7 @@ class NativeProgram:
         return PassResult(logits, taps, queries)
 
     def _translate(self, op: Operation) -> ctypes.Structure:
-        weights: list[int | None] = [None, None]
+        weights: list[int | None] = [None, None, None]
         if isinstance(op.table, Tensor):
             weights[0] = address(op.table, "an embedding")
         elif op.table is not None:
@@ -259,6 +259,7 @@ class NativeProgram:
             experts=len(op.matrices) if op.experts else routing.experts if routing else 0,
             among=routing is not None and routing.among,
             sigmoid=routing is not None and routing.sigmoid, weight=weights[0], second=weights[1],
+            values=weights[2],
             factors=None if op.factors is None else address(op.factors, "factors of queries"),
             eps=op.norms[0].eps if op.norms else 0.0, limit=op.limit,
         )  # fmt: skip

@@ -13,7 +13,7 @@ from paceline.kernels.caches import Plane
 from paceline.kernels.devices import kernels_for, tree_attention
 from paceline.kernels.program import Kind, Operation, Pass, PassResult, Program, Routing
 from paceline.kernels.rotated import IntSums
-from paceline.kernels.rows import clamped_gate, convolve_blocks, gelu_gate
+from paceline.kernels.rows import clamped_gate, convolve_blocks, gelu_gate, normalised
 from paceline.kernels.trees import ContextBlock, plan_trees, send
 
 # Rows of a buffer. Products of integers keep their scales apart, for the kernel that reads them.
@@ -119,6 +119,10 @@ def _sigmoid_gate(run: OneByOne, op: Operation) -> None:
     run.buffers[op.source] = (x.float() * gates).to(x.dtype)
 
 
+def _scale(run: OneByOne, op: Operation) -> None:
+    run.buffers[op.source] = run.scaled(op.source) * op.factor
+
+
 def _add(run: OneByOne, op: Operation) -> None:
     x, delta = run.scaled(op.source), run.scaled(op.delta)
     x += delta * op.factor if op.factor != 1 else delta
@@ -198,6 +202,11 @@ def _rotated(run: OneByOne, op: Operation, x: Rows) -> Tensor:
     norms = (op.norms[0], op.norms[1]) if op.norms else None
     width = (op.heads.q_heads + 2 * op.heads.kv_heads) * dim
     missing = run.program.heads.q_heads - op.heads.q_heads  # the kernels rotate all heads together
+    if len(op.norms) > 2 and op.heads.kv_heads:
+        first = width - op.heads.kv_heads * dim
+        x = x.scaled() if isinstance(x, IntSums) else x
+        values = normalised(x[:, first:].unflatten(1, (-1, dim)).float(), op.norms[2])
+        x = torch.cat([x[:, :first], values.flatten(1).to(x.dtype)], 1)
     if isinstance(x, IntSums):
         if x.shape[1] == width and not missing:
             return run.kernels.rotate(x, norms, table, plan, *_planes(run, op))
@@ -276,4 +285,5 @@ OPERATIONS: dict[Kind, Callable[[OneByOne, Operation], Rows | None]] = {
     Kind.COMBINE: _combine,
     Kind.CONVOLVE: _convolve,
     Kind.SIGMOID_GATE: _sigmoid_gate,
+    Kind.SCALE: _scale,
 }

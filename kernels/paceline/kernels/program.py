@@ -64,7 +64,7 @@ class Routing:
 Kind = Enum(
     "Kind",
     "EMBED INPUT ADD_NORM MULTIPLY ROTATE ATTEND ATTEND_CONTEXT GATE ADD TAP SELECT CAP ROUTE "
-    "SPREAD COMBINE CONVOLVE DELTA SIGMOID_GATE",
+    "SPREAD COMBINE CONVOLVE DELTA SIGMOID_GATE SCALE",
 )
 
 
@@ -112,8 +112,8 @@ class Operation:
     # Embedding `[V, hidden]` of EMBED, float32 or bfloat16, or packed; weights of the channels of
     # CONVOLVE.
     table: Tensor | PackedMatrix | None = None
-    # The norm of ADD_NORM, or those of ROTATE: of query and key heads, or of all queries and all
-    # keys together, by the width of their weights.
+    # The norm of ADD_NORM, or those of ROTATE: of query, key and maybe value heads, or of all
+    # queries and all keys together, by the width of their weights.
     norms: tuple[Norm, ...] = ()
     # Heads that ROTATE reads; none of one kind: they are not in its source.
     heads: Heads | None = None
@@ -121,7 +121,8 @@ class Operation:
     rope: int = 0  # which table of the run ROTATE uses for keys
     q_rope: int = 0  # which one for queries
     factors: Tensor | None = None  # on rotated queries, float32 `[dim]`, of ROTATE; None: none
-    # Factor on the delta of ADD_NORM and ADD, the rows of EMBED, the shares of ROUTE; cap of CAP.
+    # Factor on the delta of ADD_NORM and ADD, the rows of EMBED and SCALE, the shares of ROUTE; cap
+    # of CAP.
     factor: float = 1.0
     gelu: bool = False  # whether the activation of GATE is GELU (its form with tanh), not SiLU
     # Limit of the gates and ups of GATE, in the form of gpt-oss; 0: none. Of ROUTE, `min_sum`.
@@ -281,7 +282,7 @@ class Recorder:
     def rotate(
         self,
         heads: int,
-        norms: tuple[Norm, Norm] | None,
+        norms: tuple[Norm, ...] | None,
         layer: int,
         rope: int = 0,
         q_rope: int | None = None,
@@ -315,6 +316,10 @@ class Recorder:
         :class:`Delta`."""
         width = rule.shape.value_heads * rule.shape.value_dim
         return self._add(Kind.DELTA, width, Extent.SLICE, source=x, rule=rule, layer=layer)
+
+    def scale(self, x: int, factor: float) -> None:
+        """``x *= factor``."""
+        self._operations.append(Operation(Kind.SCALE, source=x, factor=factor))
 
     def sigmoid_gate(self, x: int, gates: int) -> None:
         """``x *= sigmoid`` of the last columns of ``gates``, or of its only one."""
@@ -396,7 +401,7 @@ class Recorder:
         return out
 
     def _rotate(
-        self, source: int, norms: tuple[Norm, Norm] | None, layer: int, heads: Heads, **more: Any
+        self, source: int, norms: tuple[Norm, ...] | None, layer: int, heads: Heads, **more: Any
     ) -> int:
         self._layers = max(self._layers, layer + 1)
         width = heads.q_heads * heads.dim

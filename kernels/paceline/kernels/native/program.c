@@ -313,6 +313,7 @@ static void rotate_heads(const State *s, const Operation *o, int64_t row) {
                        .dim = p->dim,
                        .q_weight = o->weight,
                        .k_weight = o->second,
+                       .v_weight = o->values,
                        .q_factors = o->factors,
                        .whole = (int)o->whole,
                        .eps = (float)o->eps};
@@ -340,6 +341,10 @@ static void run_row(const State *s, const Operation *o, int64_t row) {
                width / 2);
       break;
     case ADD: add_row(in, rows_of(s, o->delta) + row * width, (float)o->factor, width); break;
+    case SCALE:
+      for (int64_t i = 0; i < width; i += LANES)
+        store_f32(in + i, load_f32(in + i) * splat((float)o->factor));
+      break;
     case SIGMOID_GATE: {
       const int64_t wide = s->program->buffer[o->delta].width;
       const float *gates = rows_of(s, o->delta) + (row + 1) * wide;

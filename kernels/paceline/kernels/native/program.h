@@ -27,6 +27,7 @@ enum {
   COMBINE,
   DELTA,
   SIGMOID_GATE,
+  SCALE,
   CONVOLVE
 };
 
@@ -41,7 +42,7 @@ enum {
  * - ROTATE: out = rotated queries of the heads in `in`; their keys and values go to the caches of
  *   `layer`; there may be queries alone, or keys and values alone. `rope`, `q_rope`: which of the
  *   tables for keys, for queries; `whole`: the norms are over all queries and all keys together;
- *   `factors`: on rotated queries [dim], or null.
+ *   `factors`: on rotated queries [dim], or null; `values`: norm of values, or null.
  * - ATTEND: out = attention of the queries in `in` over the caches of `layer`, with the sinks
  *   `weight` or without.
  * - ATTEND_CONTEXT: the same over the contexts, where all rows of a block attend to the same keys.
@@ -56,6 +57,7 @@ enum {
  * - COMBINE: out = the sum of a row's slots in `in` by the routes `delta`.
  * - DELTA: out = the outputs of the Delta `weight` over the states of `layer`; see delta.h.
  * - SIGMOID_GATE: in *= sigmoid of the last columns of `delta`, or of its only one.
+ * - SCALE: in *= factor.
  * - CONVOLVE: out = the causal convolution of `in` over `window` rows of each block, which are all
  * as long, by `weight` and the weights of convolution `layer` in `delta`; see rows.h. */
 typedef struct {
@@ -67,9 +69,9 @@ typedef struct {
   int64_t gelu;                    /* of GATE */
   int64_t experts, among, sigmoid; /* of ROUTE; experts: matrices of MULTIPLY over slots, or 0 */
   const void *weight,
-      *second;         /* second: norm of keys for ROTATE, whose `weight` is that of queries */
-  const void *factors; /* of ROTATE */
-  double eps, factor, limit; /* limit: of GATE, 0: none; min_sum of ROUTE */
+      *second; /* second: norm of keys for ROTATE, whose `weight` is that of queries */
+  const void *factors, *values; /* of ROTATE */
+  double eps, factor, limit;    /* limit: of GATE, 0: none; min_sum of ROUTE */
 } Operation;
 
 /* A buffer is float32 [rows, width]. Buffer 0 is the caller's: the logits. */

@@ -89,7 +89,7 @@ INLINE void convolve_row(const float *x, const float *base, const float *own, in
  * (weights null: none); factors on rotated queries [dim], null: none. */
 typedef struct {
   int64_t q_heads, kv_heads, dim;
-  const float *q_weight, *k_weight, *q_factors;
+  const float *q_weight, *k_weight, *v_weight, *q_factors; /* of norms; v: or null */
   int whole;
   float eps;
 } Heads;
@@ -111,7 +111,8 @@ INLINE void rotate(const float *from, const float *weight, float eps, const floa
 }
 
 /* heads [(Hq + 2 Hkv) D] -> rotated queries q [Hq, D]; the rotated keys and the values to `slot` of
- * the caches. Tables of queries and of keys: as for rotate(). Whole norms are taken in place. */
+ * the caches. Tables of queries and of keys: as for rotate(). Whole norms, and those of values, are
+ * taken in place. */
 INLINE void rotate_row(const Heads *p, float *heads, const float *q_table, const float *table,
                        float *q, const Cache *k, const Cache *v, int64_t slot, int kv_type) {
   const int64_t dim = p->dim, queries = p->q_heads * dim;
@@ -129,7 +130,8 @@ INLINE void rotate_row(const Heads *p, float *heads, const float *q_table, const
     for (int64_t i = 0; i < dim; i += LANES)
       store_f32(q + h * dim + i, load_f32(q + h * dim + i) * load_f32(p->q_factors + i));
   for (int64_t h = 0; h < p->kv_heads; h++) {
-    const float *key = heads + (p->q_heads + h) * dim, *value = key + p->kv_heads * dim;
+    float *key = heads + (p->q_heads + h) * dim, *value = key + p->kv_heads * dim;
+    if (p->v_weight) normalise(value, p->v_weight, dim, p->eps, value);
     const int64_t key_at = h * k->head_stride + slot * k->slot_stride;
     const int64_t value_at = h * v->head_stride + slot * v->slot_stride;
     if (kv_type == KV_INT8) {

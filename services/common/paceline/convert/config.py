@@ -40,6 +40,7 @@ def decoder_config(
         )
     _refuse_unsupported(hf)
     family = FAMILIES[hf.model_type]
+    (kv_heads, head_dim), stored_heads = _heads(hf)
     inv_freq, rope_scaling = rope_frequencies(hf)
     windows = _windows(hf, family)
     try:
@@ -75,8 +76,9 @@ def decoder_config(
         hidden=hf.hidden_size,
         intermediate=_intermediate(hf),
         q_heads=hf.num_attention_heads,
-        kv_heads=hf.num_key_value_heads,
-        head_dim=_head_dim(hf),
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        stored_heads=stored_heads,
         vocab_size=hf.vocab_size,
         max_position=_context(hf, family),
         norm_eps=getattr(hf, "rms_norm_eps", None) or hf.norm_eps,
@@ -174,7 +176,7 @@ def _refuse_unsupported(hf: Any) -> None:
         )
     if getattr(hf, "swiglu_alpha", 1.702) != 1.702:
         raise UnsupportedModelError(f"swiglu_alpha is {hf.swiglu_alpha}, expected 1.702")
-    if getattr(hf, "use_bidirectional_attention", False):
+    if getattr(hf, "use_bidirectional_attention", False) not in (None, False, "vision"):
         raise UnsupportedModelError("attention in both directions is not supported")
     check_rope(hf, partial=FAMILIES[hf.model_type].partial_rope)
     if _quantisation(hf) not in ("", MXFP4):
@@ -182,10 +184,18 @@ def _refuse_unsupported(hf: Any) -> None:
             f"checkpoints quantised by {_quantisation(hf)!r} are not supported; use a float32 or "
             f"bfloat16 one, one in {MXFP4}, or a GGUF file"
         )
-    if hf.num_attention_heads % hf.num_key_value_heads:
+    (kv_heads, dim), stored = _heads(hf)
+    if hf.num_attention_heads % kv_heads:
         raise UnsupportedModelError(
-            f"{hf.num_attention_heads} query heads are not a multiple of "
-            f"{hf.num_key_value_heads} kv heads"
+            f"{hf.num_attention_heads} query heads are not a multiple of {kv_heads} kv heads"
+        )
+    counts, widths = stored[::2], stored[1::2]
+    if any(kv_heads % each for each in counts) or any(
+        each % 2 or dim > widths[0] for each in widths
+    ):
+        raise UnsupportedModelError(
+            f"full and sliding layers have {counts} kv heads of widths {widths}, expected a number "
+            "and a multiple of it, and even widths, the first at least as wide"
         )
 
 
@@ -242,9 +252,10 @@ def check_rope(hf: Any, *, partial: bool = True) -> None:
     ``UnsupportedModelError`` if it is one."""
     for layers in ("full_attention", "sliding_attention"):
         rope_type = rope_parameters(hf, layers).get("rope_type", "default")
-        if rope_type not in SUPPORTED_ROPE:
+        known = (*SUPPORTED_ROPE, *(("proportional",) if _heads_differ(hf) else ()))
+        if rope_type not in known:
             raise UnsupportedModelError(
-                f"rope type {rope_type!r} is not supported, expected one of {SUPPORTED_ROPE}"
+                f"rope type {rope_type!r} is not supported, expected one of {known}"
             )
     if not partial and _rotary_width(hf) != _head_dim(hf):
         raise UnsupportedModelError(
@@ -252,13 +263,38 @@ def check_rope(hf: Any, *, partial: bool = True) -> None:
         )
 
 
-def _head_dim(hf: Any) -> int:
-    return int(getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads)
+def _heads_differ(hf: Any) -> bool:
+    family = FAMILIES.get(getattr(hf, "model_type", ""))
+    return family is not None and family.heads_by_kind
 
 
-def _rotary_width(hf: Any) -> int:
-    """Dimensions of a head that are turned."""
-    return int(_head_dim(hf) * float(rope_parameters(hf).get("partial_rotary_factor", 1.0)))
+def _of_kind(hf: Any, layers: str) -> Any:
+    """The config of a kind of layers, where heads differ by kind."""
+    if not _heads_differ(hf):
+        return hf
+    return hf.per_layer_config[layers if layers in hf.layer_types else "full_attention"]
+
+
+def _heads(hf: Any) -> tuple[tuple[int, int], tuple[int, ...]]:
+    """KV heads and width of heads of all layers, and those that tensors have; see
+    :class:`paceline.decoder.DecoderConfig`."""
+    kinds = ("full_attention", "sliding_attention")
+    found = [(_of_kind(hf, kind).num_key_value_heads, _head_dim(hf, kind)) for kind in kinds]
+    kv_heads, dims = zip(*found, strict=True)
+    stored = (*found[0], *found[1]) if _heads_differ(hf) else ()
+    return (max(kv_heads), max(dims)), stored
+
+
+def _head_dim(hf: Any, layers: str = "full_attention") -> int:
+    found = getattr(_of_kind(hf, layers), "head_dim", None)
+    return int(found or hf.hidden_size // hf.num_attention_heads)
+
+
+def _rotary_width(hf: Any, layers: str = "full_attention") -> int:
+    """Dimensions of a head that are turned; "proportional" frequencies of others are 0."""
+    found = rope_parameters(hf, layers)
+    part = 1.0 if found.get("rope_type") == "proportional" else found.get("partial_rotary_factor")
+    return int(_head_dim(hf, layers) * float(1.0 if part is None else part))
 
 
 def rope_frequencies(
@@ -274,7 +310,7 @@ def rope_frequencies(
     embeddings by kind.
     """
     found = rope_parameters(hf, layers)
-    kind, width = found.get("rope_type", "default"), _rotary_width(hf)
+    kind, width = found.get("rope_type", "default"), _rotary_width(hf, layers)
     scaling = 1.0
     turns = found.get("rope_theta") is not None or hf.model_type != "olmo_hybrid"
     if kind == "default" and not turns:
@@ -299,8 +335,9 @@ def head_order(config: DecoderConfig) -> Tensor | None:
     k projections are put in this order, which does not change a score.
     """
     turned = 2 * sum(each != 0.0 for each in config.rope_inv_freq)
-    neighbours = FAMILIES[config.model_type].neighbours
-    if turned == config.head_dim and not neighbours:
+    family = FAMILIES[config.model_type]
+    neighbours = family.neighbours
+    if (turned == config.head_dim or not family.partial_rope) and not neighbours:
         return None
     dims, rest = torch.arange(turned), torch.arange(turned, config.head_dim)
     low, high = (dims[::2], dims[1::2]) if neighbours else dims.chunk(2)

@@ -120,6 +120,9 @@ class Family:
     partial_rope: bool = False  # whether the config's `partial_rotary_factor` is followed
     neighbours: bool = False  # RoPE turns neighbouring dimensions, not those half a head apart
     local_rope: bool = False  # sliding layers have a rotary embedding of their own
+    # Heads of layers without a window have another number and width, and values have a norm.
+    heads_by_kind: bool = False
+    scaled: bool = False  # the output of each layer has a factor
     sinks: bool = False  # each query head has a sink: one extra logit in the softmax denominator
     experts: bool = False  # the feed-forward blocks are routed experts
     router_bias: bool = False  # whether the scores of experts have a bias
@@ -143,11 +146,12 @@ class Family:
         and experts. Tensors of experts are named and shaped as one of all, ``[experts, ...]``; see
         :func:`expert_name`.
         """
-        hidden, dim = of.hidden, of.head_dim
+        hidden, (kv_heads, dim, projects) = of.hidden, of.layer_heads(layer)
         shape = of.delta if layer in of.delta_layers else None
         experts, wide = of.feed_forward(layer)
-        q, kv = of.q_heads * dim, of.kv_heads * dim
-        qkv = (q * (1 + self.gated), kv, kv) if len(self.qkv) == 3 else (q + 2 * kv,)
+        q, kv = of.q_heads * dim, kv_heads * dim
+        qkv: tuple[int, ...] = (q * (1 + self.gated), kv, kv)[: 2 + projects]
+        qkv = qkv if len(self.qkv) > 1 else (sum(qkv),)
         gate_up = (wide, wide) if len(self.gate_up) == 2 else (2 * wide,)
         if shape is not None:
             parts = [
@@ -165,7 +169,7 @@ class Family:
         else:
             parts = [
                 (f"self_attn.{name}", outs, hidden, of.qkv_bias)
-                for name, outs in zip(self.qkv, qkv, strict=True)
+                for name, outs in zip(self.qkv, qkv, strict=projects)
             ]
             parts += [("self_attn.o_proj", hidden, q, of.o_bias)]
         block = "mlp.experts" if experts else "mlp"
@@ -195,6 +199,8 @@ class Family:
             whole = self.qk_norm == "rows"
             yield "self_attn.q_norm.weight", (q if whole else dim,)
             yield "self_attn.k_norm.weight", (kv if whole else dim,)
+        if self.scaled:
+            yield "layer_scalar", (1,)
         if self.sinks:
             yield "self_attn.sinks.weight", (of.q_heads,)
 
@@ -268,6 +274,24 @@ def _gemma(hf: Any) -> dict[str, Any]:
         "attention_scale": hf.query_pre_attn_scalar**-0.5,
         "attention_cap": float(hf.attn_logit_softcapping or 0.0),
         "logit_cap": float(hf.final_logit_softcapping or 0.0),
+    }
+
+
+def _gemma4(hf: Any) -> dict[str, Any]:
+    features = {
+        "enable_moe_block": "a feed-forward block without experts",
+        "hidden_size_per_layer_input": "no embedding for each layer",
+        "num_kv_shared_layers": "no keys and values shared between layers",
+        "attention_bias": "attention without biases",
+    }
+    for name, expected in features.items():
+        if found := getattr(hf, name):
+            raise ValueError(f"{name} is {found}, expected {expected}")
+    return {
+        "embedding_scale": hf.hidden_size**0.5,
+        "attention_scale": 1.0,
+        "logit_cap": float(hf.final_logit_softcapping or 0.0),
+        "keys_as_values": bool(hf.attention_k_eq_v),
     }
 
 
@@ -654,6 +678,15 @@ FAMILIES = {
         gguf="gemma3",
         gguf_names=_AFTER,
         gguf_values=lambda values: _gemma_gguf(values, 62),
+    ),
+    "gemma4_text": Family(
+        model="Gemma4",
+        norms=_SANDWICH,
+        qk_norm="heads",
+        local_rope=True,
+        heads_by_kind=True,
+        scaled=True,
+        switches=_gemma4,
     ),
     "glm4": Family(
         model="Glm4",

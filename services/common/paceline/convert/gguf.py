@@ -143,6 +143,10 @@ class Metadata:
             return 0, self.dense_intermediate
         return self.experts, self.intermediate
 
+    def layer_heads(self, layer: int) -> tuple[int, int, bool]:
+        """As :meth:`paceline.decoder.DecoderConfig.layer_heads`."""
+        return self.kv_heads, self.head_dim, True
+
     def _kv_counts(self) -> list[int]:
         """KV heads of each layer: the same number, or 0 for a short convolution."""
         key = "attention.head_count_kv"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paceline.convert.config import head_order
 from paceline.convert.families import FAMILIES, delta_outs, layer_shapes
-from paceline.convert.weights import Weight, fuse, in_int8, in_order, plain, take
+from paceline.convert.weights import Weight, fuse, in_columns, in_int8, in_order, plain, take
 from paceline.decoder.config import DecoderConfig, UnsupportedModelError
 from paceline.decoder.linear import Linear, is_rotated
 from paceline.decoder.packed import Part
@@ -46,13 +46,14 @@ class Packer:
         reads."""
         config, base = self._config, f"model.layers.{index}."
         family, dim = FAMILIES[config.model_type], config.head_dim
-        q, kv, hidden = config.q_heads * dim, config.kv_heads * dim, config.hidden
+        kv_heads, width, projects = config.layer_heads(index)
+        q, kv, hidden = config.q_heads * width, kv_heads * width, config.hidden
         experts, wide = config.feed_forward(index)
         parts: dict[str, Part] = {}
 
         def add(
             part: str, names: Iterable[str], outs: Sequence[int], ins: int, bias: bool,
-            order: Tensor | None = None,
+            order: Tensor | None = None, columns: Tensor | None = None,
         ) -> None:  # fmt: skip
             names = [base + name for name in names]
             outs = outs if len(names) > 1 else [sum(outs)]
@@ -64,7 +65,9 @@ class Packer:
 
             added = plain(read("bias"), torch.float32) if bias else None
             full = f"layers.{index}.{part}"
-            parts.update(self._linear(part, full, read("weight", ins), added))
+            weight = read("weight", ins)
+            weight = weight if columns is None else in_columns(weight, columns)
+            parts.update(self._linear(part, full, weight, added))
 
         def add_mlp(part: str, names: Sequence[str], outs: Sequence[int], ins: int) -> None:
             if not experts:
@@ -85,13 +88,13 @@ class Packer:
             out, norm = family.delta_outputs
             parts |= self._delta(f"{base}linear_attn.", norm, family.delta_convolutions)
             names = [f"linear_attn.{name}" for name in family.delta_inputs]
-            outs = tuple(delta_outs(name, shape) for name in family.delta_inputs)
+            outs: tuple[int, ...] = tuple(delta_outs(name, shape) for name in family.delta_inputs)
             order = None if len(outs) > 2 else _delta_rows(shape)
             add("qkv", names, outs, hidden, False, order)
             add("out", [f"linear_attn.{out}"], (hidden,), shape.values, False)
         else:
             if config.qk_norm:
-                widths = (q, kv) if family.qk_norm == "rows" else (dim, dim)
+                widths = (q, kv) if family.qk_norm == "rows" else (width, width)
                 order = head_order(config)
                 q_norm, k_norm = (
                     self._norm(f"{base}self_attn.{name}", width)[... if order is None else order]
@@ -103,10 +106,21 @@ class Packer:
                     parts["q_factors"] = q_norm * k_norm
                     q_norm = k_norm = torch.ones_like(q_norm)
                 parts |= {"q_norm": q_norm, "k_norm": k_norm}
+            order, columns = _rows_in_order(config), None
             names = [f"self_attn.{name}" for name in family.qkv]
             outs = (q * (1 + config.gated), kv, kv)
-            add("qkv", names, outs, hidden, config.qkv_bias, _rows_in_order(config))
-            add("out", ["self_attn.o_proj"], (hidden,), q, config.o_bias)
+            if config.stored_heads:
+                rows = _padded_rows(config, index)
+                order, columns = torch.cat(rows), rows[0]
+                names, outs = names[: 2 + projects], outs[: 2 + projects]
+                places, share = _places(config, width), (width / dim) ** 0.5
+                norms = {"q_norm": q_norm, "k_norm": k_norm, "v_norm": torch.ones(width)}
+                for name, each in norms.items():
+                    parts[name] = plain(in_order(each, places), torch.float32) * share
+            add("qkv", names, outs, hidden, config.qkv_bias, order)
+            add("out", ["self_attn.o_proj"], (hidden,), q, config.o_bias, columns=columns)
+        if family.scaled:
+            parts["scale"] = plain(take(self._weights, f"{base}layer_scalar", (1,)), torch.float32)
         if experts:
             add("router", ["mlp.router"], (experts,), hidden, family.router_bias)
             if family.router_choice:
@@ -175,6 +189,29 @@ def _rows_in_order(config: DecoderConfig) -> Tensor | None:
     values = keys + config.kv_heads * dim
     parts = [queries[:, 0, order], keys[:, order], values, queries[:, 1:]]
     return torch.cat([part.flatten() for part in parts])
+
+
+def _places(config: DecoderConfig, width: int) -> Tensor:
+    """Where the dimensions of a padded head are in one of ``width``, int64 ``[head_dim]``; -1:
+    nowhere. RoPE turns those half a head apart."""
+    halves = torch.full((2, config.head_dim // 2), -1)
+    halves[:, : width // 2] = torch.arange(width).view(2, -1)
+    return halves.flatten()
+
+
+def _padded_rows(config: DecoderConfig, layer: int) -> list[Tensor]:
+    """Rows of the projections of a layer for padded queries, keys and values: KV heads are there
+    for each of `kv_heads`."""
+    kv_heads, width, projects = config.layer_heads(layer)
+    place = _places(config, width)
+
+    def rows(first: int, heads: int, times: int) -> Tensor:
+        found = (first + torch.arange(heads)[:, None]) * width + place
+        return found.masked_fill(place < 0, -1).repeat_interleave(times, 0).flatten()
+
+    keys, values = config.q_heads, config.q_heads + kv_heads * projects
+    times = config.kv_heads // kv_heads
+    return [rows(0, keys, 1), rows(keys, kv_heads, times), rows(values, kv_heads, times)]
 
 
 def _delta_rows(shape: DeltaShape) -> Tensor:

@@ -120,15 +120,17 @@ def fuse(parts: Sequence[Weight]) -> Weight:
 
 
 def in_order(weight: Weight, rows: Tensor) -> Weight:
-    """The matrix with its rows in another order, int64 ``[outs]``."""
+    """The matrix with its rows in another order, int64 ``[outs]``; -1: zeros."""
+    weight, rows = _with_zeros(weight, rows, 0)
     return (
         weight.rows(rows) if isinstance(weight, QuantisedMatrix) else weight[rows.to(weight.device)]
     )
 
 
 def in_columns(weight: Weight, columns: Tensor) -> Weight:
-    """The matrix with its columns in another order, int64 ``[ins]``: floats, if that does not keep
-    those of blocks together."""
+    """The matrix with its columns in another order, int64 ``[ins]``, -1: zeros; floats if the order
+    does not keep those of blocks together."""
+    weight, columns = _with_zeros(weight, columns, 1)
     if isinstance(weight, Tensor):
         return weight[:, columns.to(weight.device)]
     places = columns.view(-1, QUANT_BLOCK)
@@ -138,6 +140,27 @@ def in_columns(weight: Weight, columns: Tensor) -> Weight:
     minimum = None if weight.minimum is None else weight.minimum[:, blocks]
     values = weight.values[:, columns]
     return replace(weight, values=values, scale=weight.scale[:, blocks], minimum=minimum)
+
+
+def _with_zeros(weight: Weight, order: Tensor, dim: int) -> tuple[Weight, Tensor]:
+    """A matrix with a block of zeros behind its rows (``dim`` 0) or columns, and an order of them
+    with that block in the place of -1."""
+    if not (order < 0).any():
+        return weight, order
+    behind = weight.shape[dim] + torch.arange(len(order)) % QUANT_BLOCK
+    order = torch.where(order < 0, behind, order)
+
+    def padded(values: Tensor, count: int, value: float = 0.0) -> Tensor:
+        ends = (*(0, 0) * (values.dim() - 1 - dim), 0, count)
+        return torch.nn.functional.pad(values, ends, value=value)
+
+    if isinstance(weight, Tensor):
+        return padded(weight, QUANT_BLOCK), order
+    blocks = 1 if dim else QUANT_BLOCK
+    minimum = None if weight.minimum is None else padded(weight.minimum, blocks)
+    values = padded(weight.values, QUANT_BLOCK, weight.offset)
+    scale = padded(weight.scale, blocks)
+    return replace(weight, values=values, scale=scale, minimum=minimum), order
 
 
 def in_int8(

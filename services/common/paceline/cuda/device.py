@@ -170,6 +170,10 @@ class CudaDevice(Device):
             raise UnsupportedModelError(
                 f"layers with recurrent states are supported on the CPU; {where}"
             )
+        if config.stored_heads:
+            raise UnsupportedModelError(
+                f"heads that differ by layer are supported on the CPU; {where}"
+            )
         if config.attention_cap:
             raise UnsupportedModelError(
                 f"its attention scores have a soft cap, which is supported on the CPU; {where}"

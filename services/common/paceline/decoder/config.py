@@ -107,6 +107,17 @@ class DecoderConfig:
     delta_eps: float = 0.0  # epsilon of the norm of their outputs; 0: `norm_eps`
     delta_beta: float = 1.0  # factor on their betas
 
+    # KV heads and width of heads of layers without a window, then of those with one, in tensors;
+    # packed layers have `kv_heads` and `head_dim` for all. Empty: tensors have the same.
+    stored_heads: tuple[int, ...] = ()
+    keys_as_values: bool = False  # values of layers without a window are keys before their norm
+
+    def layer_heads(self, layer: int) -> tuple[int, int, bool]:
+        """KV heads and width of heads in tensors of a layer, and whether it projects values."""
+        full = self.windows[layer] is None
+        kv, dim = self.stored_heads[2 * (not full) :][:2] or (self.kv_heads, self.head_dim)
+        return kv, dim, not (full and self.keys_as_values)
+
     @property
     def kv_layers(self) -> int:
         """Layers with keys and values. Caches, and readers of caches, count these alone."""

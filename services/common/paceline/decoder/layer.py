@@ -24,7 +24,7 @@ class DecoderLayer:
     norms: tuple[Norm | None, ...]  # before and after attention and feed-forward block
     qkv: Linear  # with gates of attention, if there are any; or the inputs of `delta`
     delta: Delta | None
-    head_norms: tuple[Norm, Norm] | None  # of queries, of keys
+    head_norms: tuple[Norm, ...] | None  # of queries, of keys, and of values if they have one
     q_factors: Tensor | None  # on rotated queries, float32 `[head_dim]`
     sinks: Tensor | None
     out: Linear
@@ -34,6 +34,7 @@ class DecoderLayer:
     shared: tuple[Linear, Linear, Linear | None] | None
     gate_up: Linear | Experts
     down: Linear | Experts
+    scale: float = 1.0  # factor on what the layer returns
 
 
 def linears_of(layer: DecoderLayer) -> Iterator[tuple[str, Linear]]:
@@ -97,7 +98,7 @@ def record_layer(
     rope: int = 0,
 ) -> int:
     """Record a layer; returns what is to be added to ``x``, the residual stream, which includes
-    what was before the layer.
+    what was before the layer; 0: nothing.
 
     ``inputs`` is what :func:`record_entry` returned for its first norm, ``cache`` the number of its
     keys and values in caches or of its recurrent states, ``window`` how many positions its
@@ -119,7 +120,12 @@ def record_layer(
             program.sigmoid_gate(attended, mixed)
     delta = leave(program.multiply(attended, layer.out), after)
     between = record_entry(config, program, before_mlp, x, delta)
-    return leave(_feed_forward(config, program, layer, between), after_mlp)
+    delta = leave(_feed_forward(config, program, layer, between), after_mlp)
+    if layer.scale != 1.0:
+        program.add(x, delta, config.residual_scale)
+        program.scale(x, layer.scale)
+        delta = 0
+    return delta
 
 
 def _feed_forward(config: DecoderConfig, program: Recorder, layer: DecoderLayer, x: int) -> int:
@@ -176,14 +182,24 @@ def build_layer(config: DecoderConfig, parts: Mapping[str, Part]) -> DecoderLaye
         if delta_norm is not None:
             delta_norm = replace(delta_norm, eps=config.delta_eps or config.norm_eps)
         delta = Delta(shape, **vectors, norm=delta_norm, beta=config.delta_beta)
+    head_norms: tuple[Norm, ...] | None = None
+    if q_norm is not None and k_norm is not None:
+        head_norms = q_norm, k_norm
+    if head_norms is not None and (v_norm := norm("v_norm")) is not None:
+        # Zeros that fill up a head make its mean square smaller: weights have the root of the share
+        # of the rest as a factor, and the epsilon has the share.
+        eps = config.norm_eps * float(v_norm.weight.max()) ** 2
+        head_norms = tuple(replace(each, eps=eps) for each in (*head_norms, v_norm))
+    scale = tensor("scale")
     shared = None
     if "shared.down" in parts:
         opening = linear("shared.gate") if "shared.gate" in parts else None
         shared = linear("shared.gate_up"), linear("shared.down"), opening
     return DecoderLayer(
         norms=tuple(norm(f"norms.{at}") for at in range(4)), qkv=linear("qkv"), delta=delta,
-        head_norms=None if q_norm is None or k_norm is None else (q_norm, k_norm),
+        head_norms=head_norms,
         q_factors=tensor("q_factors"), sinks=tensor("sinks"), out=linear("out"),
         router=linear("router") if "router" in parts else None, choice=tensor("choice"),
         shared=shared, gate_up=feed_forward("gate_up"), down=feed_forward("down"),
+        scale=1.0 if scale is None else float(scale),
     )  # fmt: skip

@@ -214,7 +214,8 @@ class Decoder:
                 config, program, layer, x, inputs, cache, config.windows[index], rope
             )
             recurrent += layer.delta is not None
-        program.add(x, delta, config.residual_scale)
+        if delta:
+            program.add(x, delta, config.residual_scale)
         program.tap(x, len(self._layers) - 1)
         logits = program.multiply(
             program.add_norm(program.select(x), 0, self.final_norm), self._head
