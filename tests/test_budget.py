@@ -11,14 +11,14 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 BUDGET = {
-    "kernels": 9_958,
-    "services/common": 17_678,
+    "kernels": 10_027,
+    "services/common": 17_972,
     "services/verifier": 10_257,
-    "services/drafter": 10_041,
+    "services/drafter": 10_043,
     "client": 17_563,
-    "train": 5_972,
-    "bench": 6_512,
-    "tests": 49_765,
+    "train": 6_020,
+    "bench": 6_673,
+    "tests": 49_927,
 }  # maximum number of lines
 SLACK = 0.01  # a folder that is smaller than its budget by a larger share lowers it
 _PRODUCT = ("kernels", "services", "client")
