@@ -15,10 +15,10 @@ BUDGET = {
     "services/common": 17_972,
     "services/verifier": 10_257,
     "services/drafter": 10_043,
-    "client": 17_563,
+    "client": 17_540,
     "train": 6_020,
     "bench": 6_673,
-    "tests": 49_927,
+    "tests": 49_928,
 }  # maximum number of lines
 SLACK = 0.01  # a folder that is smaller than its budget by a larger share lowers it
 _PRODUCT = ("kernels", "services", "client")

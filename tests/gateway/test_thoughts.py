@@ -57,7 +57,8 @@ async def test_a_thought_is_apart_from_the_answer(
             deltas = [choice.delta for event in events for choice in event.choices]
             assert "".join(delta.content or "" for delta in deltas) == "No.\n"
             thoughts = [getattr(delta, "reasoning_content", None) or "" for delta in deltas]
-            assert ("".join(thoughts), sum(map(bool, thoughts)) > 1) == ("Hm. {}", True)
+            assert "".join(thoughts) == "Hm. {}"
+            assert tools or sum(map(bool, thoughts)) > 1  # beside tools parts may come together
             assert events[-1].usage.completion_tokens_details.reasoning_tokens == tokens
 
             response = await served.openai.responses.create(

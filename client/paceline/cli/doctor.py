@@ -21,6 +21,7 @@ import grpc
 from paceline.cli.connection import verifier_address
 from paceline.cli.progress import waiting
 from paceline.cli.service_process import set_torch_environment
+from paceline.device import available_memory
 from paceline.harness import NO_PROXY, model_of
 from paceline.service.cpus import usable_cpus
 from paceline.tokens import local_token
@@ -161,14 +162,9 @@ def _processor() -> Facts:
 
 
 def _memory() -> Facts:
-    entries = (line.split() for line in _read("/proc/meminfo").splitlines())
-    sizes = {words[0]: int(words[1]) << 10 for words in entries if len(words) > 1}
-    limit = _read("/sys/fs/cgroup/memory.max").strip()
-    return {
-        "total": sizes.get("MemTotal:"),
-        "available": sizes.get("MemAvailable:"),
-        "container_limit": int(limit) if limit.isdigit() else None,
-    }
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    known = Path("/proc/meminfo").exists()
+    return {"total": total, "available": available_memory() if known else None}
 
 
 def _notes(facts: Facts) -> list[str]:

@@ -35,8 +35,8 @@ from paceline.cli.service_process import (
     run_async,
     set_torch_environment,
     stop_with_stdin,
-    write_atomically,
     write_phases,
+    write_ready,
 )
 from paceline.cli.services import (
     KEY_FILE_VARIABLE,
@@ -366,9 +366,7 @@ def _run_model(args: argparse.Namespace, model: Path) -> int:
 
 def _note_ready(args: argparse.Namespace, processes: Sequence[ServiceProcess]) -> None:
     """Write the addresses of services that are ready, and open the page of the last one."""
-    if args.ready_file is not None:
-        lines = (f"{process.address}\n" for process in processes)
-        write_atomically(args.ready_file, "".join(lines))
+    write_ready(args, "".join(f"{process.address}\n" for process in processes))
     if args.open and (url := _url(processes[-1], args)).startswith("http"):
         webbrowser.open(url)
 

@@ -124,12 +124,11 @@ def run_service(
         if not write_phases(args):
             starting.enter_context(waiting(lambda: f"starting: {phases.current}", logger.info))
         phases.begin("importing")
-        write_ready = ready_writer(args)
 
         def on_ready(address: str) -> None:
             starting.close()
             phases.on_change(str(phases))
-            write_ready(address)
+            write_ready(args, address)
 
         try:
             options = ServerOptions.from_args(args)
@@ -138,7 +137,11 @@ def run_service(
             raise_file_limit()
             if args.stop_with_stdin:
                 stop_with_stdin()
-            metrics = _registry(options)
+            metrics = None
+            if options.metrics_address is not None:
+                from paceline.service.metrics import new_registry
+
+                metrics = new_registry()
             service = build(metrics)
         except (OptionsError, ServiceError, ValueError, OSError) as error:
             starting.close()
@@ -225,14 +228,10 @@ def set_torch_environment(threads: int | None) -> None:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
-def ready_writer(args: argparse.Namespace) -> Callable[[str], None]:
-    """A function that writes a bound address into `--ready-file`, if that is given."""
-
-    def write(address: str) -> None:
-        if args.ready_file is not None:
-            write_atomically(args.ready_file, address)
-
-    return write
+def write_ready(args: argparse.Namespace, content: str) -> None:
+    """Write a bound address, or several, into `--ready-file`, if that is given."""
+    if args.ready_file is not None:
+        write_atomically(args.ready_file, content)
 
 
 def write_atomically(file: Path, text: str) -> None:
@@ -251,11 +250,3 @@ def stop_with_stdin() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=wait, name="stop-with-stdin", daemon=True).start()
-
-
-def _registry(options: ServerOptions) -> CollectorRegistry | None:
-    if options.metrics_address is None:
-        return None
-    from paceline.service.metrics import new_registry
-
-    return new_registry()

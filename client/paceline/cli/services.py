@@ -7,6 +7,7 @@ import os
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,11 +22,11 @@ from paceline.cli.service_process import (
     add_process_arguments,
     add_readiness_arguments,
     raise_file_limit,
-    ready_writer,
     refuse,
     run_async,
     run_service,
     stop_with_stdin,
+    write_ready,
 )
 from paceline.client import Client, PacelineError
 from paceline.formats import WEIGHTS
@@ -333,7 +334,7 @@ def run_gateway(args: argparse.Namespace) -> int:
 async def _serve_gateway(args: argparse.Namespace, options: GatewayOptions) -> None:
     from paceline.gateway import ManagedModels, OneModel, run_gateway
 
-    ready = ready_writer(args)
+    ready = partial(write_ready, args)
     if args.models_socket is None:
         async with client_of(args) as client:
             await run_gateway(OneModel(client, options.model_name), options, on_ready=ready)

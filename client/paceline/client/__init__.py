@@ -40,7 +40,7 @@ from ._options import (
 from ._receipt import NumericsRule, Receipt, ReceiptCheck
 from ._stats import RoundStats, SourceStats, Stats, Usage
 from ._templates import Prompt
-from ._text import Chunk, Detokenizer, Model, TextCodec, TokenLogprob, VerifiedTree
+from ._text import Chunk, Detokenizer, Model, TextCodec, TokenLogprob, VerifiedTree, undecided
 from ._transport import Connections, addresses_of, parse_addresses
 
 __all__ = [
@@ -88,6 +88,7 @@ __all__ = [
     "parse_addresses",
     "render_chat",
     "rpc_errors",
+    "undecided",
     "user_cache_dir",
 ]
 

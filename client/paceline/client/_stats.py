@@ -312,16 +312,12 @@ class Stats:
                 f"{name} drafted {len(own)} of {_count(self.steps, 'round')}, which emitted "
                 f"{length:.1f} tokens each"
             )
-        missing = (f"{_REASONS.get(why, why)} ({count})" for why, count in undrafted.most_common())
         if undrafted and parts:
-            parts.append(f"{_count(undrafted.total(), 'round')} had no draft: {', '.join(missing)}")
+            parts.append(f"{_count(undrafted.total(), 'round')} had no draft: {self._missing()}")
+        elif undrafted:
+            parts.append(f"none of {_count(self.steps, 'round')} had a draft: {self._missing()}")
         elif not parts:
-            words = ", ".join(missing)
-            parts.append(
-                f"none of {_count(self.steps, 'round')} had a draft: {words}"
-                if words
-                else "there were no rounds: the prefill emitted the whole text"
-            )
+            parts.append("there were no rounds: the prefill emitted the whole text")
         text = "; ".join(parts) + "."
         if any(entry.shares for entry in self.rounds):
             shares = [
@@ -346,20 +342,21 @@ class Stats:
             return ""
         if any(entry.drafted and entry.drafter == name for entry in self.rounds):
             return ""
-        found = self.undrafted.most_common()
-        missing = ", ".join(f"{_REASONS.get(why, why)} ({count})" for why, count in found)
-        return f"the drafter {drafter} drafted none of {_count(self.steps, 'round')}: {missing}"
+        steps = _count(self.steps, "round")
+        return f"the drafter {drafter} drafted none of {steps}: {self._missing()}"
+
+    def _missing(self) -> str:
+        """Why steps have no tree, and how many each, the most frequent first."""
+        counts = self.undrafted.most_common()
+        return ", ".join(f"{_REASONS.get(why, why)} ({count})" for why, count in counts)
 
     def _gain(self) -> str:
         speedup = self.speedup
         if speedup is None:
             return "Too few plain steps were measured to compare with plain decoding."
-        if self.speedup_is_estimate:
-            return (
-                f"About {speedup:.1f} times as fast as plain decoding, which is an estimate: few "
-                "plain steps were measured."
-            )
-        return f"About {speedup:.1f} times as fast as plain decoding."
+        few = ", which is an estimate: few plain steps were measured"
+        estimate = few if self.speedup_is_estimate else ""
+        return f"About {speedup:.1f} times as fast as plain decoding{estimate}."
 
     def summary(self) -> dict[str, object]:
         """The statistics as JSON-ready values, rounded to three decimals; times in milliseconds."""

@@ -552,7 +552,6 @@ class StopMatcher:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
-        self._longest = max(map(len, self._stops), default=0)
         self._buffer = ""
         self.matched: str | None = None
 
@@ -570,7 +569,7 @@ class StopMatcher:
             end, negative_length, self.matched = min(found)
             self._buffer = ""
             return text[: end + negative_length]
-        keep = self._undecided(text)
+        keep = undecided(text, self._stops)
         self._buffer = text[len(text) - keep :]
         return text[: len(text) - keep]
 
@@ -579,13 +578,13 @@ class StopMatcher:
         text, self._buffer = self._buffer, ""
         return text
 
-    def _undecided(self, text: str) -> int:
-        """Length of the longest suffix of `text` that begins a stop string."""
-        for length in range(min(self._longest - 1, len(text)), 0, -1):
-            tail = text[-length:]
-            if any(stop.startswith(tail) for stop in self._stops):
-                return length
-        return 0
+
+def undecided(text: str, marks: Sequence[str]) -> int:
+    """Length of the longest end of a text that may begin a mark, and is no whole one."""
+    longest = min(len(text), max(map(len, marks), default=1) - 1)
+    return next(
+        (n for n in range(longest, 0, -1) if any(mark.startswith(text[-n:]) for mark in marks)), 0
+    )
 
 
 def prompt_logprobs(

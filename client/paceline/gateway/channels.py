@@ -13,10 +13,10 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import TypeAlias
 
-from paceline.client import Chunk, TextCodec
+from paceline.client import Chunk, TextCodec, undecided
 
 from .requests import ToolUse
-from .tool_calls import CALL_MARKS, THOUGHT_MARKS, CallParser, Part, Reasoning, undecided
+from .tool_calls import CALL_MARKS, THOUGHT_MARKS, CallParser, Part, Reasoning
 
 _HEADERS = ("<|start|>", "<|channel|>")
 _BODY = "<|message|>"

@@ -21,9 +21,11 @@ import math
 import re
 import secrets
 import string
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from paceline.client import undecided
 
 from .requests import ToolUse
 from .tool_schemas import ANY_TYPE, TYPES, fits, types_of
@@ -117,14 +119,6 @@ class Reasoning:
 
 
 Part = str | Call | Reasoning  # a part of an answer
-
-
-def undecided(text: str, marks: Sequence[str]) -> int:
-    """Length of the longest end of a text that may begin a mark."""
-    longest = min(len(text), max(map(len, marks), default=1) - 1)
-    return next(
-        (n for n in range(longest, 0, -1) if any(mark.startswith(text[-n:]) for mark in marks)), 0
-    )
 
 
 def end_of_open_thought(prompt: str, continued: str = "") -> str:

@@ -534,9 +534,9 @@ class EventStream:
         quiet = asyncio.create_task(self._keep_alive())
         try:
             await texts
+            await self._flushed()
             results = [result for result in self._results if result is not None]
             total = await self._place.work(self._writer.total, results)  # of a million rounds maybe
-            await self._flushed()
             await self._send(_as_sse(total) + self._writer.last)
         except Exception as error:
             with suppress(Exception):
