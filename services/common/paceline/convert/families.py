@@ -73,7 +73,7 @@ _FEATURES = {
     "kv_shared_layers": "keys and values shared between layers",
     "shared_kv_layers": "keys and values shared between layers",
     "global_head_dim": "heads of several widths",
-    "key_length_swa": "heads of several widths",
+    "key_length_swa": "heads of several widths in a GGUF file",
 }
 
 _SANDWICH = (
