@@ -35,12 +35,9 @@ ARCHITECTURES = {
 
 
 def write_gguf(
-    path: Path,
-    folder: Path,
-    kind: Kind = Kind.F32,
-    kinds: Mapping[str, Kind] | None = None,
+    path: Path, folder: Path, kind: Kind = Kind.F32, kinds: Mapping[str, Kind] | None = None,
     part_tensors: int = 0,
-) -> Path:
+) -> Path:  # fmt: skip
     """Write the model of a folder, and its tokenizer.json if it has one.
 
     Args:
@@ -87,7 +84,7 @@ def write_gguf(
         for kind_of in ("long", "short"):
             factors = np.array(rope[f"{kind_of}_factor"], np.float32)
             writer.add_tensor(f"rope_factors_{kind_of}.weight", factors)
-    _write(writer)
+    write(writer)
     return path
 
 
@@ -155,7 +152,7 @@ def _transposed(name: str, tensor: Tensor) -> dict[str, Tensor]:
     return {f"{name}.weight" if name.endswith("sinks") else name: tensor}
 
 
-def _write(writer: gguf.GGUFWriter) -> None:
+def write(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

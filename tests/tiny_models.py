@@ -33,15 +33,10 @@ _SMALL = ("Llama", {"hidden_size": 32, "num_hidden_layers": 1, "head_dim": 16})
 
 
 def make_model(
-    folder: Path,
-    family: str,
-    *,
-    dtype: str = "float32",
-    seed: int = 0,
-    spread: Callable[[torch.nn.Module], None] | None = None,
-    max_shard_size: str = "50GB",
+    folder: Path, family: str, *, dtype: str = "float32", seed: int = 0,
+    spread: Callable[[torch.nn.Module], None] | None = None, max_shard_size: str = "50GB",
     **shape: Any,
-) -> Path:
+) -> Path:  # fmt: skip
     """A random model of a family of transformers, whose weights a function may change."""
     torch.manual_seed(seed)
     text = f"{family}Text" if family in ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe") else family

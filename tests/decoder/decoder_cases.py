@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import make_model
 from torch import Tensor
 
-from paceline.convert import load_decoder
+from paceline.convert import ModelSource, load_decoder
 from paceline.decoder import Decoder, LocalCache
 from paceline.kernels import CHUNK, QueryBlock, plan_trees
 
@@ -185,12 +185,7 @@ def _spread(model: torch.nn.Module) -> None:
             buffer.uniform_(0.5, 1.5)
 
 
-def changed(
-    source: Path,
-    to: Path,
-    tensors: Callable[[dict[str, Tensor]], object] | None = None,
-    **fields: Any,
-) -> Path:
+def changed(source: Path, to: Path, tensors: Change | None = None, **fields: Any) -> Path:
     """A copy of a folder with other fields of config.json, and other tensors."""
     shutil.copytree(source, to)
     config = json.loads((to / "config.json").read_text()) | fields
@@ -239,6 +234,17 @@ def extend(decoder: Decoder, cache: LocalCache, tokens: Tensor, max_tokens: int 
         cache.commit(range(count))
         done += count
     return torch.cat(logits)
+
+
+def run(decoder: Decoder, tokens: Tensor, max_tokens: int = CHUNK) -> Tensor:
+    """Logits of a text."""
+    return extend(decoder, LocalCache(decoder.config), tokens, max_tokens)
+
+
+def logits(source: Path | ModelSource | Decoder, weights: str = "auto", count: int = 40) -> Tensor:
+    """Logits of some random tokens."""
+    decoder = source if isinstance(source, Decoder) else load_decoder(source, weights)
+    return run(decoder, random_tokens(count))
 
 
 def ask_tree(decoder: Decoder, cache: LocalCache, tokens: Tensor, parents: Sequence[int]) -> Tensor:

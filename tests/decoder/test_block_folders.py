@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from decoder_cases import expected_logits, extend, random_tokens
+from decoder_cases import expected_logits, logits, random_tokens
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline.convert import load_decoder, weights_fingerprint
 from paceline.convert.weights import Checkpoint
-from paceline.decoder import LocalCache, UnsupportedModelError
+from paceline.decoder import UnsupportedModelError
 from paceline.kernels.quantised import quantise
 from paceline.train.blocks import plain_folder, store_blocks
 
@@ -67,9 +67,7 @@ def test_a_second_time_changes_nothing_but_roundings(folder: Path) -> None:
     before = dict(Checkpoint(folder, torch.float32))
     store_blocks(folder, INT4[folder.name])
     for name, tensor in Checkpoint(folder, torch.float32).items():
-        torch.testing.assert_close(
-            tensor, before[name], rtol=2**-7, atol=1e-3
-        )  # a step of 4 bits: 7e-3
+        torch.testing.assert_close(tensor, before[name], rtol=2**-7, atol=1e-3)
 
 
 def test_transformers_reads_the_plain_folder(folder: Path, tmp_path: Path) -> None:
@@ -77,12 +75,9 @@ def test_transformers_reads_the_plain_folder(folder: Path, tmp_path: Path) -> No
     assert plain_folder(plain, tmp_path / "unused") == plain
     assert not (tmp_path / "unused").exists()
     tokens = random_tokens(20)
-    logits = []
-    for path in (folder, plain):
-        decoder = load_decoder(path, torch.float32)
-        logits.append(extend(decoder, LocalCache(decoder.config), tokens))
-    assert torch.equal(*logits)
-    torch.testing.assert_close(logits[0], expected_logits(plain, tokens), rtol=1e-3, atol=1e-3)
+    found = [logits(path, "float32", 20) for path in (folder, plain)]
+    assert torch.equal(*found)
+    torch.testing.assert_close(found[0], expected_logits(plain, tokens), rtol=1e-3, atol=1e-3)
     assert weights_fingerprint(folder) != weights_fingerprint(plain)
 
 
@@ -107,12 +102,12 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize(
-    ("folder", "part"),
-    [("int8", "scale"), ("int4", "scale"), ("int4", "minimum")],
+    ("folder", "part", "bad"),
+    [*(("int8", "scale", bad) for bad in BAD), ("int4", "scale", "inputs"),
+     ("int4", "minimum", "infinite"), ("int4", "minimum", "outputs")],
     indirect=["folder"],
-)
+)  # fmt: skip
 def test_parts_that_do_not_fit_are_refused(folder: Path, part: str, bad: str) -> None:
     _refused(folder, {f"{MATRIX}.{part}": BAD[bad]})
 

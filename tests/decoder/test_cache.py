@@ -1,4 +1,4 @@
-"""The private cache: growth, commits, truncation."""
+"""The private cache: growth, commits, truncation, recurrent states."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from decoder_cases import ask_tree, extend, load, random_tokens, run
 
 from paceline.convert import load_config
 from paceline.decoder import LocalCache
+from paceline.kernels import QueryBlock, plan_trees
 
 
 @pytest.fixture
@@ -34,13 +36,6 @@ def test_committing_a_path_compacts_it(cache: LocalCache) -> None:
     assert held(cache, 14) == [*range(10), 10, 13, 14, 19]
 
 
-def test_growth_keeps_what_is_committed(cache: LocalCache) -> None:
-    before = cache.capacity
-    cache.reserve(before)
-    assert cache.capacity >= before + 10
-    assert held(cache, 10) == list(range(10))
-
-
 def test_truncation_forgets_the_end(cache: LocalCache) -> None:
     cache.truncate(4)
     assert len(cache) == 4
@@ -63,7 +58,33 @@ def test_other_paths_are_refused(cache: LocalCache, path: list[int], message: st
 
 
 def test_a_cache_grown_in_inference_mode_can_be_used_outside(cache: LocalCache) -> None:
+    before = cache.capacity
     with torch.inference_mode():
-        cache.reserve(cache.capacity)
+        cache.reserve(before)
+    assert cache.capacity >= before + 10
     cache.commit([1, 2])
+    assert held(cache, 10) == list(range(10))
     assert len(cache) == 12
+
+
+def test_a_pass_that_is_not_committed_changes_nothing(models: dict[str, Path]) -> None:
+    """Trees and a prompt run, as if the step failed behind them; then the text goes on."""
+    decoder, text = load(models, "qwen3-5"), random_tokens(40)
+    cache = LocalCache(decoder.config)
+    extend(decoder, cache, text[:20])
+    for parents in ((-1, 0, 0, 2), (-1, -1, 1)):
+        ask_tree(decoder, cache, text[: len(parents)], parents)
+    cache.reserve(9)
+    plan = plan_trees([QueryBlock(0, 20, None, 9, final=True)])
+    decoder.forward(text[:9], plan, [cache], logit_rows=None)
+    assert torch.equal(extend(decoder, cache, text[20:]), run(decoder, text)[20:])
+
+
+def test_states_that_are_not_kept_are_named(models: dict[str, Path]) -> None:
+    decoder = load(models, "qwen3-5")
+    cache = LocalCache(decoder.config)
+    for _ in range(3):
+        extend(decoder, cache, random_tokens(9))
+    cache.truncate(4)
+    with pytest.raises(ValueError, match="no recurrent states of position 4 are kept"):
+        extend(decoder, cache, random_tokens(1))

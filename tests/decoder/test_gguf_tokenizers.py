@@ -77,15 +77,9 @@ PIECES = {
 
 
 def tokenizer_of(
-    path: Path,
-    tokens: Sequence[str],
-    types: Sequence[int] = (),
-    merges: Sequence[str] | None = (),
-    scores: Sequence[float] = (),
-    *,
-    rows: int = 0,
-    **keys: Any,
-) -> GgufTokenizer:
+    path: Path, tokens: Sequence[str], types: Sequence[int] = (), merges: Sequence[str] | None = (),
+    scores: Sequence[float] = (), *, rows: int = 0, **keys: Any,
+) -> GgufTokenizer:  # fmt: skip
     """The tokenizer of a file with these values; ``keys`` lack "tokenizer.ggml."."""
     arrays = {"tokens": tokens, "token_type": types, "scores": scores, "merges": merges}
     metadata: dict[str, Any] = {
@@ -135,31 +129,31 @@ def test_tokens_of_texts_in_the_middle_are_found_by_key_or_by_text(
     assert named == dict(zip(texts, ("<y>", "<z>", "<x>"), strict=True))
 
 
-@pytest.mark.parametrize("names", PIECES)
-def test_each_name_of_a_rule_splits_text_by_its_rule(names: str, tmp_path: Path) -> None:
-    for name in names.split():
+def test_each_name_of_a_rule_splits_text_by_its_rule(tmp_path: Path) -> None:
+    pieces = {name: words for names, words in PIECES.items() for name in names.split()}
+    assert pieces.keys() == PRE_TOKENIZERS.keys()
+    for name, expected in pieces.items():
         found = built(byte_level(tmp_path, pre=name)).pre_tokenizer
         words = [word for word, _ in found.pre_tokenize_str(TEXT)]
         plain = [bytes(BYTE_OF[letter] for letter in word).decode() for word in words]
-        assert "|".join(plain) == PIECES[names]
-
-
-def test_all_rules_are_tested() -> None:
-    assert set(" ".join(PIECES).split()) == set(PRE_TOKENIZERS)
+        assert "|".join(plain) == expected, name
 
 
 @pytest.mark.parametrize(
-    "pre", ["gemma4", "bloom", "whitespace", "granite-embed-multi-311m", "new", "GPT-2"]
+    ("key", "names"),
+    [
+        ("pre", "gemma4 bloom whitespace granite-embed-multi-311m new GPT-2"),
+        ("model", "bert t5 rwkv plamo2 gemma4 hybriddna new"),
+    ],
 )
-def test_a_rule_that_is_not_known_is_refused_by_its_name(pre: str, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match=rf"model\.gguf: tokenizer\.ggml\.pre.*{pre}"):
-        byte_level(tmp_path, pre=pre).tokenizer_json()
-
-
-@pytest.mark.parametrize("model", ["bert", "t5", "rwkv", "plamo2", "gemma4", "hybriddna", "new"])
-def test_a_kind_of_tokenizer_that_is_not_known_is_refused(model: str, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match=rf"tokenizer\.ggml\.model is '{model}'"):
-        byte_level(tmp_path, model=model).tokenizer_json()
+def test_rules_and_kinds_that_are_not_known_are_refused_by_their_names(
+    key: str, names: str, tmp_path: Path
+) -> None:
+    for name in names.split():
+        with pytest.raises(
+            UnsupportedModelError, match=rf"model\.gguf: tokenizer\.ggml\.{key} .*{name}"
+        ):
+            byte_level(tmp_path, **{key: name}).tokenizer_json()
 
 
 @pytest.mark.parametrize(
@@ -223,8 +217,13 @@ TYPES = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * len(WORDS)]
 SCORES = [0.0] * 259 + [-float(place) for place in range(len(WORDS))]
 
 
+PIECEWISE: dict[str, Any] = {
+    "tokens": PIECES_OF_TEXT, "types": TYPES, "scores": SCORES, "merges": None, "model": "llama",
+}  # fmt: skip
+
+
 def sentencepiece(path: Path, **keys: Any) -> Tokenizer:
-    return built(tokenizer_of(path, PIECES_OF_TEXT, TYPES, None, SCORES, model="llama", **keys))
+    return built(tokenizer_of(path, **PIECEWISE, **keys))
 
 
 @pytest.mark.parametrize(
@@ -321,8 +320,12 @@ def test_an_end_token_is_special_whatever_its_type(tmp_path: Path) -> None:
         ({"types": ["a"] * 257}, "token_type is an array of STRING, expected numbers"),
         ({"tokens": list(range(9))}, "tokens is an array of INT32, expected strings"),
         ({"tokens": ["a", "b", "a"]}, "tokens has 'a' at 0 and at 2"),
+        ({**PIECEWISE, "scores": [0.0]}, "scores has 1 values"),
+        ({**PIECEWISE, "scores": [float("nan")] * 271}, "scores has a value that is not finite"),
+        ({**PIECEWISE, "tokens": [*PIECES_OF_TEXT[:-1], "x" * 300]},
+         "tokens has 300 characters at 270"),
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_with_a_tokenizer_is_named(
     keys: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
@@ -330,20 +333,3 @@ def test_what_is_wrong_with_a_tokenizer_is_named(
     with pytest.raises(UnsupportedModelError) as error:
         tokenizer_of(tmp_path, **given).tokenizer_json()
     assert str(error.value).startswith(f"{tmp_path}/model.gguf: tokenizer.ggml.{message}")
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"scores": [0.0]}, "scores has 1 values"),
-        ({"scores": [float("nan")] * 271}, "scores has a value that is not finite"),
-        ({"tokens": [*PIECES_OF_TEXT[:-1], "x" * 300]}, "tokens has 300 characters at 270"),
-    ],
-)
-def test_what_is_wrong_with_sentencepiece_is_named(
-    change: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    given = {"tokens": PIECES_OF_TEXT, "types": TYPES, "scores": SCORES, **change}
-    tokenizer = tokenizer_of(tmp_path, merges=None, model="llama", **given)
-    with pytest.raises(UnsupportedModelError, match=message):
-        tokenizer.tokenizer_json()

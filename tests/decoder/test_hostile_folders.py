@@ -10,22 +10,24 @@ import os
 import shutil
 import struct
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from decoder_cases import changed, save_model
+import torch
+from decoder_cases import changed
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from paceline.convert import load_decoder, open_model, weights_fingerprint
 from paceline.decoder import UnsupportedModelError
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-
-
-@pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("good") / "model", "llama")
+UP = "model.layers.1.mlp.up_proj.weight"
+EXPERT = "model.layers.1.mlp.experts.4.up_proj.weight"
+ONE_MORE = EXPERT.replace("4.up", "7.up")
+QUERY, STEPS = "model.layers.0.self_attn.q_proj.weight", "model.layers.2.linear_attn.dt_bias"
 
 
 def content(name: str, raw: bytes) -> Callable[[Path], None]:
@@ -39,6 +41,9 @@ def fields(name: str, **values: Any) -> Callable[[Path], None]:
         file.write_text(json.dumps(found | values))
 
     return change
+
+
+config = partial(fields, "config.json")
 
 
 def replaced(name: str, make: Callable[[Path], object]) -> Callable[[Path], None]:
@@ -69,16 +74,19 @@ def cut(folder: Path) -> None:
     (folder / WEIGHTS).write_bytes(raw[: len(raw) // 2])
 
 
-def without_a_tensor(folder: Path) -> None:
-    tensors = load_file(folder / WEIGHTS)
-    del tensors["model.layers.1.mlp.up_proj.weight"]
-    save_file(tensors, folder / WEIGHTS)
+def tensors(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        found = load_file(folder / WEIGHTS)
+        change(found)
+        save_file(found, folder / WEIGHTS, {"format": "pt"})
+
+    return write
 
 
 def value(field: str, value: Any) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         (folder / "generation_config.json").unlink(missing_ok=True)  # its end tokens come first
-        fields("config.json", **{field: value})(folder)
+        config(**{field: value})(folder)
 
     return change
 
@@ -108,15 +116,15 @@ FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "long number": (content("config.json", b'{"a": ' + b"9" * 5000 + b"}"), "config.json"),
     "no model type": (content("config.json", b"{}"), "config.json"),
     "no file": (replaced("config.json", Path.mkdir), "config.json"),
-    "more layers": (fields("config.json", num_hidden_layers=4000), "lacks tensor 'model.layers.2"),
-    "type": (fields("config.json", model_type="gpt2"), "model type 'gpt2'"),
-    "unknown type": (fields("config.json", model_type="no-such-model"), "no-such-model"),
-    "gelu": (fields("config.json", hidden_act="gelu"), "activation 'gelu'"),
-    "fp8": (fields("config.json", quantization_config={"quant_method": "fp8"}), "quantised"),
-    "width": (fields("config.json", intermediate_size=99), "expected (99, 96)"),
-    "phi3": (fields("config.json", model_type="phi3"), "mlp.gate_proj.weight' is not part of"),
-    "scaling": (fields("config.json", rope_parameters={"rope_type": "yarn"}), "rope"),
-    "wide": (fields("config.json", hidden_size=6 << 16), "expected (393216,) by the config"),
+    "more layers": (config(num_hidden_layers=4000), "lacks tensor 'model.layers.2"),
+    "type": (config(model_type="gpt2"), "model type 'gpt2'"),
+    "unknown type": (config(model_type="no-such-model"), "no-such-model"),
+    "gelu": (config(hidden_act="gelu"), "activation 'gelu'"),
+    "fp8": (config(quantization_config={"quant_method": "fp8"}), "quantised"),
+    "width": (config(intermediate_size=99), "expected (99, 96)"),
+    "phi3": (config(model_type="phi3"), "mlp.gate_proj.weight' is not part of"),
+    "scaling": (config(rope_parameters={"rope_type": "yarn"}), "rope"),
+    "wide": (config(hidden_size=6 << 16), "expected (393216,) by the config"),
     "ends": (fields("generation_config.json", eos_token_id=["x"]), "eos_token_id"),
     "ends true": (fields("generation_config.json", eos_token_id=True), "eos_token_id"),
     "generation": (content("generation_config.json", b"\0"), "generation_config.json"),
@@ -131,7 +139,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "empty weights": (content(WEIGHTS, b""), WEIGHTS),
     "cut weights": (cut, WEIGHTS),
-    "a tensor less": (without_a_tensor, "lacks tensor 'model.layers.1.mlp.up_proj.weight'"),
+    "a tensor less": (tensors(lambda t: t.pop(UP)), f"lacks tensor '{UP}'"),
     "large header": (header(1 << 62), WEIGHTS),
     "offset": (header(data_offsets=[0, 1 << 60]), WEIGHTS),
     "negative": (header(data_offsets=[-1, 5]), WEIGHTS),
@@ -146,6 +154,37 @@ FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "vocabulary": (content("vocab.json", b"[]"), "merges.txt"),
     "template": (content("chat_template.jinja", b"\xff"), "chat_template.jinja"),
     **{f"{n}={v!r}": (value(n, v), NAMED.get(n, n)) for n, v in VALUES},
+}
+OTHERS: list[tuple[str, Callable[[Path], None], str]] = [
+    ("qwen3", config(model_type="llama"), "_norm.weight' is not part of a"),
+    ("qwen3-moe", tensors(lambda t: t.pop(EXPERT)), f"lacks tensor '{EXPERT}'"),
+    ("qwen3-moe", tensors(lambda t: t.update({EXPERT: torch.zeros(64, 32)})),
+     f"'{EXPERT}' has shape (64, 32), expected (64, 96)"),
+    ("qwen3-moe", tensors(lambda t: t.update({ONE_MORE: torch.zeros(64, 96)})),
+     f"'{ONE_MORE}' is not part of a model"),
+    ("qwen3-moe", tensors(lambda t: t.pop("model.layers.0.mlp.gate.weight")), "mlp.router.weight'"),
+    ("qwen3-moe", config(num_experts_per_tok=8), "num_experts_per_tok is 8 of 7 experts"),
+    ("qwen3-moe", config(num_experts_per_tok=0), "num_experts_per_tok is 0"),
+    ("qwen3-moe", config(mlp_only_layers=[0, 1]), "no layer of the mixture of experts has"),
+    ("qwen3-moe", config(decoder_sparse_step=2), "' is not part of"),
+    ("glm4-moe", config(n_group=5, topk_group=2), "n_group is 5, topk_group 2: expected 1"),
+    ("ernie-moe", config(use_bias=True), "use_bias is true, expected false in a mixture"),
+    ("lfm2-moe", config(use_expert_bias=False), "use_expert_bias is false, expected experts chos"),
+    ("lfm2", config(conv_bias=True), "conv_bias is true, expected short convolutions without"),
+    ("lfm2", config(conv_L_cache=9), "conv_L_cache is 9, expected 2 to 8"),
+    ("lfm2", config(layer_types=["conv"] * 3), "layer_types are all conv, expected some full"),
+    ("gemma4", config(hidden_size_per_layer_input=8), "layer_input is 8, expected no embedding"),
+    ("gemma4", config(num_kv_shared_layers=1), "shared_layers is 1, expected no keys and values"),
+    ("gemma4", config(enable_moe_block=True), "enable_moe_block is True, expected a feed-forward"),
+    ("gemma4", config(head_dim=48), "expected a number and a multiple of it"),
+    ("gpt-oss", config(quantization_config={"quant_method": "gptq"}), "by 'gptq' are not"),
+    ("gpt-oss", config(swiglu_alpha=2.0), "swiglu_alpha is 2.0, expected 1.702"),
+    ("qwen3-5", tensors(lambda t: t.update({QUERY: torch.zeros(2, 2)})),
+     f"tensor '{QUERY}' is not part of"),
+    ("qwen3-5", tensors(lambda t: t.pop(STEPS)), f"lacks tensor '{STEPS}'"),
+]  # fmt: skip
+CASES = {name: ("llama", *case) for name, case in FOLDERS.items()} | {
+    f"{case[0]}: {case[2]}": case for case in OTHERS
 }
 
 
@@ -172,17 +211,17 @@ def test_constants_are_finite(
 ) -> None:
     folder = changed(models[name], tmp_path / "model")
     found = json.loads((folder / "config.json").read_text())
-    fields("config.json", **{field: found[field] | {of: number} if of else number})(folder)
+    config(**{field: found[field] | {of: number} if of else number})(folder)
     with pytest.raises(UnsupportedModelError, match=r"expected (a )?finite"):
         read(folder)
 
 
-@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("name", CASES)
 def test_a_folder_is_refused_in_one_line_that_names_it(
-    name: str, good: Path, tmp_path: Path
+    name: str, models: dict[str, Path], tmp_path: Path
 ) -> None:
-    change, message = FOLDERS[name]
-    folder = shutil.copytree(good, tmp_path / "model")
+    of, change, message = CASES[name]
+    folder = shutil.copytree(models[of], tmp_path / "model")
     change(folder)
     with pytest.raises((ValueError, OSError)) as error:
         read(folder)

@@ -13,8 +13,10 @@ from decoder_cases import (
     changed,
     expected_logits,
     extend,
+    logits,
     path_to,
     random_tokens,
+    run,
     save_model,
 )
 from torch import Tensor
@@ -57,16 +59,14 @@ def test_bfloat16_is_as_close_as_transformers_bfloat16(models: dict[str, Path], 
     theirs = transformers.AutoModelForCausalLM.from_pretrained(models[name], dtype=torch.bfloat16)
     with torch.no_grad():
         rounded = theirs.eval()(tokens[None]).logits[0].float()
-    decoder = load_decoder(models[name], torch.bfloat16)
-    found = extend(decoder, LocalCache(decoder.config), tokens).float()
+    found = logits(models[name], "bfloat16", 120).float()
     assert (found - exact).abs().mean() <= 1.1 * (rounded - exact).abs().mean()
 
 
 def test_longrope_of_short_contexts_is_that_of_transformers(models: dict[str, Path]) -> None:
     tokens = random_tokens(64)  # the original context
     decoder = load_decoder(models["phi3"], max_context=64)
-    found = extend(decoder, LocalCache(decoder.config), tokens)
-    assert_agrees(found, expected_logits(models["phi3"], tokens))
+    assert_agrees(run(decoder, tokens), expected_logits(models["phi3"], tokens))
     longer = load_decoder(models["phi3"], max_context=65)
     assert longer.config == load_decoder(models["phi3"]).config
 
@@ -74,12 +74,7 @@ def test_longrope_of_short_contexts_is_that_of_transformers(models: dict[str, Pa
 def test_sharded_weights_load_like_single_ones(models: dict[str, Path], tmp_path: Path) -> None:
     save_model(tmp_path, "llama", max_shard_size="50KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    tokens = random_tokens(20)
-    whole, sharded = load_decoder(models["llama"]), load_decoder(tmp_path)
-    assert torch.equal(
-        extend(whole, LocalCache(whole.config), tokens),
-        extend(sharded, LocalCache(sharded.config), tokens),
-    )
+    assert torch.equal(logits(models["llama"]), logits(tmp_path))
 
 
 _VISION = {"hidden_size": 32, "intermediate_size": 32, "patch_size": 14}
@@ -97,13 +92,9 @@ _VISION = {"hidden_size": 32, "intermediate_size": 32, "patch_size": 14}
     ],
 )  # fmt: skip
 def test_the_text_part_of_a_model_for_texts_and_images(
-    models: dict[str, Path],
-    tmp_path: Path,
-    name: str,
-    family: str,
-    vision: dict[str, int],
+    models: dict[str, Path], tmp_path: Path, name: str, family: str, vision: dict[str, int],
     more: dict[str, int],
-) -> None:
+) -> None:  # fmt: skip
     import transformers
 
     text = transformers.AutoModelForCausalLM.from_pretrained(models[name])
@@ -113,9 +104,7 @@ def test_the_text_part_of_a_model_for_texts_and_images(
     both.model.language_model.load_state_dict(text.model.state_dict())
     both.lm_head.load_state_dict(text.lm_head.state_dict())
     both.save_pretrained(tmp_path)
-    whole, part = load_decoder(tmp_path), load_decoder(models[name])
-    found, expected = (extend(d, LocalCache(d.config), random_tokens(60)) for d in (whole, part))
-    assert torch.equal(found, expected)
+    assert torch.equal(logits(tmp_path), logits(models[name]))
 
 
 def test_logits_only_of_requested_rows_and_taps_of_requested_layers(
@@ -152,5 +141,4 @@ def test_mimo_is_qwen2_with_a_type_of_its_own(models: dict[str, Path], tmp_path:
     )  # fmt: skip
     decoder, tokens = load_decoder(folder), random_tokens(50)
     assert decoder.config.model_type == "mimo"
-    found = extend(decoder, LocalCache(decoder.config), tokens)
-    assert_agrees(found, expected_logits(models["qwen2"], tokens))
+    assert_agrees(run(decoder, tokens), expected_logits(models["qwen2"], tokens))

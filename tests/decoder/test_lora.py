@@ -8,25 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from decoder_cases import changed, extend, random_tokens
+from decoder_cases import changed, logits
 from gguf import GGMLQuantizationType as Kind
 from gguf_files import write_gguf
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from paceline.convert import ModelSource, load_decoder, open_model
+from paceline.convert import load_decoder, open_model
 from paceline.convert.weights import plain
-from paceline.decoder import LocalCache, UnsupportedModelError
+from paceline.decoder import UnsupportedModelError
 from paceline.drafter.methods.base import Resources
 from paceline.drafter.methods.selfspec import SelfSpecDrafter
 
 CONFIG = {
-    "peft_type": "LORA",
-    "r": 4,
-    "lora_alpha": 6,
+    "peft_type": "LORA", "r": 4, "lora_alpha": 6, "bias": "none",
     "target_modules": ["q_proj", "down_proj"],
-    "bias": "none",
-}
+}  # fmt: skip
 Q, DOWN = "model.layers.1.self_attn.q_proj", "model.layers.0.mlp.down_proj"
 
 
@@ -63,34 +60,22 @@ def merged(
     return changed(base, to, change)
 
 
-def logits(source: ModelSource, weights: str = "auto") -> Tensor:
-    decoder = load_decoder(source, weights)
-    return extend(decoder, LocalCache(decoder.config), random_tokens(40))
-
-
 @pytest.mark.parametrize(
     ("config", "ranks", "scales"),
     [
         ({}, (4, 4), (1.5, 1.5)),
         ({"use_rslora": True}, (4, 4), (3.0, 3.0)),
-        (
-            {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {r"layers\.0\.mlp\.down_proj": 8}},
-            (2, 4),
-            (3.0, 2.0),
-        ),
+        ({"rank_pattern": {"q_proj": 2}, "alpha_pattern": {r"layers\.0\.mlp\.down_proj": 8}},
+         (2, 4), (3.0, 2.0)),
     ],
-)
+)  # fmt: skip
 def test_an_adapter_is_merged(
-    models: dict[str, Path],
-    tmp_path: Path,
-    config: dict[str, Any],
-    ranks: tuple[int, int],
+    models: dict[str, Path], tmp_path: Path, config: dict[str, Any], ranks: tuple[int, int],
     scales: tuple[float, float],
-) -> None:
-    modules = (Q, DOWN)
+) -> None:  # fmt: skip
     base = models["llama"]
-    pairs = adapter(tmp_path / "lora", base, dict(zip(modules, ranks, strict=True)), **config)
-    folder = merged(base, tmp_path / "merged", pairs, dict(zip(modules, scales, strict=True)))
+    pairs = adapter(tmp_path / "lora", base, dict(zip((Q, DOWN), ranks, strict=True)), **config)
+    folder = merged(base, tmp_path / "merged", pairs, dict(zip((Q, DOWN), scales, strict=True)))
     source = open_model(base, tmp_path / "lora")
     torch.testing.assert_close(logits(source), logits(open_model(folder)), rtol=1e-3, atol=1e-3)
     assert len({each.fingerprint() for each in (source, open_model(base), open_model(folder))}) == 3
@@ -126,8 +111,7 @@ def test_selfspec_drafts_with_the_adapter(models: dict[str, Path], tmp_path: Pat
     drafter = SelfSpecDrafter.load(models["llama"], options, Resources())
     source = open_model(models["llama"], tmp_path / "lora")
     assert drafter.fit.target_fingerprint == source.fingerprint()
-    found = extend(drafter.decoder, LocalCache(drafter.decoder.config), random_tokens(40))
-    assert torch.equal(found, logits(source))
+    assert torch.equal(logits(drafter.decoder), logits(source))
 
 
 @pytest.mark.parametrize(

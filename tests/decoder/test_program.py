@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from decoder_cases import FAMILIES, extend, load, random_tokens
+from decoder_cases import FAMILIES, extend, load, random_tokens, run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from one_by_one import run_one_by_one
@@ -85,13 +85,9 @@ def batch(
     seed=st.integers(0, 100),
 )
 def test_one_call_is_close_to_the_operations_one_by_one(
-    models: dict[str, Path],
-    name: str,
-    starts: list[int],
-    steps: list[int],
-    selects: bool,
+    models: dict[str, Path], name: str, starts: list[int], steps: list[int], selects: bool,
     seed: int,
-) -> None:
+) -> None:  # fmt: skip
     decoder = load(models, name)
     parents = tuple(max(-1, node - 1 - step) for node, step in enumerate(steps))
     shapes = [(s, None if i % 2 else parents, len(parents)) for i, s in enumerate(starts)]
@@ -99,11 +95,11 @@ def test_one_call_is_close_to_the_operations_one_by_one(
     rows = torch.tensor([len(tokens) - 1, 0]) if selects else None
     found, expected = [], []
     runs = (Executor.run, lambda executor, call: run_one_by_one(executor._program, call))
-    for run, into in zip(runs, (found, expected), strict=True):
+    for way, into in zip(runs, (found, expected), strict=True):
         plan = plan_trees(blocks)
         observer = Everything(decoder, plan, [len(tokens) - 1, 0, 0])
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Executor, "run", run)
+            patch.setattr(Executor, "run", way)
             result = decoder.forward(
                 tokens, plan, caches, logit_rows=rows, taps=(1, 0), observer=observer
             )
@@ -160,12 +156,12 @@ def test_slices_and_threads_do_not_change_bits(
 def test_two_threads_run_one_decoder(models: dict[str, Path]) -> None:
     decoder = load(models, "llama", torch.bfloat16)
     tokens = random_tokens(300)
-    expected = extend(decoder, LocalCache(decoder.config), tokens)
+    expected = run(decoder, tokens)
     wrong: list[int] = []
 
     def generate(most: int) -> None:
         for _ in range(3):
-            if not torch.equal(extend(decoder, LocalCache(decoder.config), tokens, most), expected):
+            if not torch.equal(run(decoder, tokens, most), expected):
                 wrong.append(most)
 
     running = [threading.Thread(target=generate, args=(most,)) for most in (3, 50, 256)]
@@ -299,9 +295,9 @@ def test_inputs_become_keys_and_values(lengths: list[int], dtype: torch.dtype) -
     blocks = [QueryBlock(i, 7 * i, None, n) for i, n in enumerate(lengths)]
     inputs = torch.randn(sum(lengths), WIDTH)
     results = []
-    for run in (Executor(program).run, lambda call: run_one_by_one(program, call)):
+    for way in (Executor(program).run, lambda call: run_one_by_one(program, call)):
         caches = [Cache(i, dtype) for i in range(len(lengths))]
-        result = run(Pass(None, plan_trees(blocks), caches, table(), inputs=inputs))
+        result = way(Pass(None, plan_trees(blocks), caches, table(), inputs=inputs))
         assert not result.logits.numel()
         results.append(torch.cat([cache.store for cache in caches]).float())
     torch.testing.assert_close(*results, rtol=2e-2, atol=2e-2)

@@ -36,12 +36,9 @@ def test_the_longest_context_and_the_newest_row_count(
     for context, token in rows:
         known.note(context, [token], [1.0])
     expected: tuple[int, list[int]] = (0, [])
-    for length in range(len(asked), 0, -1):
-        ends = [token for context, token in rows if context[-length:] == asked[-length:]]
-        if ends and any(len(c) >= length and c[-length:] == asked[-length:] for c, _ in rows):
-            newest = [t for c, t in rows if len(c) >= length and c[-length:] == asked[-length:]]
-            expected = length, [newest[-1]]
-            break
+    for length in range(1, len(asked) + 1):
+        follow = [t for c, t in rows if len(c) >= length and c[-length:] == asked[-length:]]
+        expected = (length, follow[-1:]) if follow else expected
     length, found, _ = known.find(asked)
     assert (length, list(found)) == expected
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -97,13 +98,10 @@ def test_the_best_chain_takes_the_likeliest_child_at_each_node() -> None:
         (TokenTree((1,), (-1,), (0.5, 0.5)), "BAD_TREE", "2 confidences"),
         (TokenTree((1,), (-1,), (1.5,)), "BAD_TREE", "confidence of node 0"),
         (TokenTree((1,), (-1,), (math.nan,)), "BAD_TREE", "confidence of node 0"),
-        (
-            TokenTree((1,), (-1,), (), (Proposal.certain(VOCAB),)),
-            "TOKEN_OUT_OF_VOCABULARY",
-            "distribution of node 0",
-        ),
+        (TokenTree((1,), (-1,), (), (Proposal.certain(VOCAB),)), "TOKEN_OUT_OF_VOCABULARY",
+         "distribution of node 0"),
     ],
-)
+)  # fmt: skip
 def test_a_malformed_tree_fails_its_check(tree: TokenTree, reason: str, message: str) -> None:
     with pytest.raises(TreeError, match=message) as caught:
         tree.check(VOCAB)
@@ -130,36 +128,21 @@ def test_distributions_travel_and_their_samples_are_checked() -> None:
     TokenTree.chain([1, 2]).check_samples(seed, position)
 
 
+def message(tokens: Any, parents: Any, *distributions: tuple[Any, Any]) -> tree_pb2.TokenTree:
+    """A tree, and tokens and probabilities of some nodes' distributions."""
+    made = tree_pb2.TokenTree(tokens=tokens, parents=parents)
+    for drawn, probabilities in distributions:
+        made.distributions.add(tokens=drawn, probabilities=probabilities)
+    return made
+
+
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
-        (tree_pb2.TokenTree(tokens=[1] * 9, parents=range(-1, 8)), "TREE_TOO_LARGE"),
-        (
-            tree_pb2.TokenTree(
-                tokens=[1, 2],
-                parents=[-1, 0],
-                distributions=[tree_pb2.NodeDistribution(tokens=[1], probabilities=[1])],
-            ),
-            "BAD_TREE",
-        ),
-        (
-            tree_pb2.TokenTree(
-                tokens=[1],
-                parents=[-1],
-                distributions=[tree_pb2.NodeDistribution(tokens=[1], probabilities=[0.5])],
-            ),
-            "BAD_DISTRIBUTION",
-        ),
-        (
-            tree_pb2.TokenTree(
-                tokens=[1],
-                parents=[-1],
-                distributions=[
-                    tree_pb2.NodeDistribution(tokens=range(4097), probabilities=[1 / 4097] * 4097)
-                ],
-            ),
-            "BAD_DISTRIBUTION",
-        ),
+        (message([1] * 9, range(-1, 8)), "TREE_TOO_LARGE"),
+        (message([1, 2], [-1, 0], ([1], [1])), "BAD_TREE"),
+        (message([1], [-1], ([1], [0.5])), "BAD_DISTRIBUTION"),
+        (message([1], [-1], (range(4097), [1 / 4097] * 4097)), "BAD_DISTRIBUTION"),
     ],
 )
 def test_a_malformed_message_is_refused(message: tree_pb2.TokenTree, reason: str) -> None:

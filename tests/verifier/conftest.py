@@ -4,26 +4,29 @@ import gc
 import shutil
 import sys
 from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from fakes.exchange import DrafterService
-from verifier_support import FAMILIES, MEMORY, Client, make_model, serving
+from verifier_support import FAMILIES, MEMORY, TOKENIZER, Client, Serve, make_model, serving
 
 from paceline.verifier.engine import drafting
+from paceline.verifier.kv.base import open_segments
 from paceline.verifier.kv.segment import Segment
 
 
 @pytest.fixture(autouse=True, scope="module")
 def no_leftovers() -> None:
-    """Frees what tests of other files left in this process: a verifier that starts freezes all
-    objects, and so keeps segments of other tests that are in cycles. Checks of integrity count the
-    segments of the process."""
-    gc.unfreeze()
-    gc.collect()
+    """Frees segments that tests of other files left in cycles, which a verifier may have frozen:
+    checks of integrity count those of the process. To collect takes seconds."""
+    if open_segments():
+        gc.unfreeze()
+        gc.collect()
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -36,12 +39,15 @@ def patience() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Tiny random models: every family in float32, a Llama in bfloat16, and one to quantise.
+    """Tiny random models: every family in float32, a Llama in bfloat16, one with a tokenizer, and
+    one to quantise.
 
     Those of a type of cache or weights are the same folders once more.
     """
     root = tmp_path_factory.mktemp("models")
     made = {family: make_model(root / family, family) for family in FAMILIES}
+    made["written"] = shutil.copytree(made["Llama"], root / "written")
+    TOKENIZER.save(str(root / "written/tokenizer.json"))
     made["bf16"] = make_model(root / "bf16", "Llama", dtype="bfloat16", seed=5)
     blocks = make_model(root / "blocks", "Llama", hidden_size=64)
     return (
@@ -56,21 +62,28 @@ def model(models: dict[str, Path]) -> Path:
     return models["Llama"]
 
 
-@pytest.fixture(scope="session")
-def written_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Llama, with a tokenizer."""
-    from test_grammar import TOKENIZER
+@pytest.fixture
+def serve(models: dict[str, Path], tmp_path: Path) -> Serve:
+    def start(target: str | Path = "Llama", **options: Any) -> AbstractAsyncContextManager[Client]:
+        folder = models[target] if isinstance(target, str) else target
+        return serving(folder, tmp_path / "v.sock", **options)
 
-    folder = tmp_path_factory.mktemp("written") / "model"
-    shutil.copytree(model, folder)
-    TOKENIZER.save(str(folder / "tokenizer.json"))
-    return folder
+    return start
 
 
 @pytest.fixture
-async def client(model: Path, tmp_path: Path) -> AsyncIterator[Client]:
-    async with serving(model, tmp_path / "v.sock", kv_bytes=1 << 28) as client:
+async def client(serve: Serve, request: pytest.FixtureRequest) -> AsyncIterator[Client]:
+    """Of a verifier with the options SERVED of the test's module, if it has some."""
+    options = getattr(request, "param", getattr(request.module, "SERVED", {}))
+    async with serve(**options) as client:
         yield client
+
+
+@pytest.fixture(params=["socket", "stream"])
+def service(client: Client, request: pytest.FixtureRequest) -> DrafterService:
+    """The client's drafter service, with each carrier of messages."""
+    client.drafter_service.use_socket = request.param == "socket"
+    return client.drafter_service
 
 
 @pytest.fixture

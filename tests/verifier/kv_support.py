@@ -5,12 +5,14 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import drafters
+import torch
 from calls import until
 from verifier_support import Client, tokens_of
 
 from paceline.drafter.kv import KvOptions
 from paceline.drafter.kv.exchange import KvExchange, VerifierAccess
 from paceline.drafter.kv.remote import RemoteKv, RemoteStates
+from paceline.v1 import kv_pb2, kv_pb2_grpc
 
 
 def joined_exchange(client: Client) -> KvExchange:
@@ -55,6 +57,22 @@ async def mapping_states(client: Client, created: Any, *layers: int, window: int
         return await exchange.open_states(client.address, created.read_grant, layers, window, "map")
     finally:
         await exchange.close()
+
+
+async def check_followed(client: Client, created: Any, budget: int, policy: str) -> None:
+    """Check that a follower of layer 1 gets what its cache holds."""
+    stub: Any = kv_pb2_grpc.KvExchangeServiceStub(client.channel)
+    stream = stub.FollowCache()
+    subscribe = kv_pb2.FollowSubscribe(
+        read_grant=created.read_grant, layers=[1], budget=budget, policy=policy
+    )
+    await stream.write(kv_pb2.FollowCacheRequest(subscribe=subscribe))
+    await stream.read()
+    (chunk,) = (await stream.read()).chunks
+    (cache,) = client.service.store
+    keys, values = cache.sequence.kv.gather(1, torch.tensor(chunk.positions))
+    assert chunk.keys == keys.contiguous().numpy().tobytes()
+    assert chunk.values == values.contiguous().numpy().tobytes()
 
 
 async def caught_up(kv: RemoteKv, committed: int, budget: int = 64, positions: int = 0) -> None:

@@ -9,20 +9,17 @@ from typing import Any
 
 import drafters
 import pytest
-import torch
+from kv_support import check_followed
 from verifier_support import make_model, serving, text
 
 from paceline.bench.reference import ReferenceKernels
 from paceline.device import CPU, device_of
 from paceline.kernels import devices
-from paceline.kernels import sampling as sampling_module
-from paceline.v1 import kv_pb2, kv_pb2_grpc, sampling_pb2
+from paceline.v1 import sampling_pb2
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from another_device import DEVICE, OnDevice, another_device
-
-PERTURBED, ACCEPT_DRAFTS = sampling_module.perturbed_logits, sampling_module._accept_drafts
 
 
 @pytest.fixture(scope="module")
@@ -39,20 +36,19 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.verifier.wiring.find_device", chosen.__getitem__)
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "seed": 3, "presence_penalty": 0.3}])
-@pytest.mark.parametrize("top_logprobs", [0, 3])
+@pytest.mark.parametrize(
+    ("sampling", "top_logprobs"),
+    [({}, 3), ({"temperature": 0.8, "seed": 3, "presence_penalty": 0.3}, 0)],
+)
 async def test_same_tokens(
     folder: Path, tmp_path: Path, sampling: dict[str, Any], top_logprobs: int
 ) -> None:
     """Plain and in trees, with a fork of another text and hidden states that are kept."""
     prompt = text(3, 60)
     fields = {
-        "sampling": sampling_pb2.SamplingParams(**sampling),
-        "max_new_tokens": 12,
-        "ignore_eos": True,
-        "top_logprobs": top_logprobs,
-        "prompt_logprobs": 1,
-    }
+        "sampling": sampling_pb2.SamplingParams(**sampling), "max_new_tokens": 12,
+        "ignore_eos": True, "top_logprobs": top_logprobs, "prompt_logprobs": 1,
+    }  # fmt: skip
     options: dict[str, Any] = {"kv_bytes": 1 << 24, "max_sequences": 8}
     async with serving(folder, tmp_path / "p.sock", **options) as client:
         plain = await client.generate(prompt, None, **fields)
@@ -75,21 +71,10 @@ async def test_same_tokens(
             assert fork.first.tokens == alone.first.tokens
 
 
-@pytest.mark.parametrize("policy", ["verified", "chunk_topk", "verified_pages"])
+@pytest.mark.parametrize("policy", ["verified", "verified_pages"])
 async def test_followed_is_what_was_written(folder: Path, tmp_path: Path, policy: str) -> None:
     options: dict[str, Any] = {"kv_bytes": 1 << 24, "max_sequences": 8}
     with another_device():
         async with serving(folder, tmp_path / "p.sock", device="cuda", **options) as client:
             created = await client.create(text(1, 90), max_new_tokens=5, ignore_eos=True)
-            stub: Any = kv_pb2_grpc.KvExchangeServiceStub(client.channel)
-            stream = stub.FollowCache()
-            subscribe = kv_pb2.FollowSubscribe(
-                read_grant=created.read_grant, layers=[1], budget=40, policy=policy
-            )
-            await stream.write(kv_pb2.FollowCacheRequest(subscribe=subscribe))
-            await stream.read()
-            update = await stream.read()
-            (chunk,) = update.chunks
-            (cache,) = client.service.store
-            keys, _ = cache.sequence.kv.gather(1, torch.tensor(chunk.positions))
-            assert chunk.keys == keys.contiguous().numpy().tobytes()
+            await check_followed(client, created, 40, policy)

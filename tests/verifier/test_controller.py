@@ -3,23 +3,113 @@
 import itertools
 import json
 import random
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import inf
 from statistics import mean
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated_load import Accepted, Costs, Drawn
 
-from paceline.bench.replay.simulation import MODES
-from paceline.text import Text
+from paceline.bench.replay.simulation import MODES, Generation, Simulation
 from paceline.tree import EMPTY, TokenTree
-from paceline.verifier.engine.drafted import StepOutput
 from paceline.verifier.scheduler.controller import Account, Drafters, SequenceState
 from paceline.verifier.scheduler.costs import CostTable
 from paceline.verifier.scheduler.scheduler import Scheduler
+
+# Simulated drafters, texts and machines, by chance. Times are in plain steps of one sequence.
+
+STEP = 0.005  # duration of a plain step of one sequence, in seconds
+CONTEXT = 200
+_NODES = 8
+
+Accepted = Callable[[int, int, random.Random], int | None]
+"""Number of drafted tokens that are accepted, by the number of the generation and its number of
+tokens so far; None: the tree is empty."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Durations. Unit: plain steps of one sequence."""
+
+    token: float = 0.06  # one more row of a step
+    drafting: float = 0.5  # a draft of one sequence; the first of a sequence takes twice as long
+    batched: float = 0.1  # one more sequence in the same draft, as a part of ``drafting``
+    beside: float = 0.15  # messages and waking up, in each drafted round
+    contention: float = 0.5  # by how much a step is longer for each unit of draft beside it
+    noise: float = 0.1  # part by which durations vary
+    slow: float = 1.0  # factor of all durations in every second phase of 500 steps
+
+
+class ByChance:
+    """A load whose texts, drafts and durations are drawn."""
+
+    asked = True
+
+    def __init__(self, accepted: Accepted, costs: Costs, length: int) -> None:
+        self._accepted, self._costs, self._length = accepted, costs, length
+        self._random = random.Random(0)
+        self._passed = 0.0
+        longest = STEP * (1 + costs.token * 511)
+        self.table = CostTable((1, 512), (STEP, longest))
+
+    def length(self, number: int) -> int:
+        return self._length
+
+    def context(self, each: Generation) -> int:
+        return CONTEXT
+
+    def tree(self, each: Generation) -> TokenTree:
+        if self._accepted(each.number, each.got, self._random) is None:
+            return EMPTY
+        return TokenTree.chain([1] * _NODES, [0.8] * _NODES)
+
+    def accepted(self, each: Generation, tree: TokenTree) -> int:
+        return min(self._accepted(each.number, each.got, self._random) or 0, len(tree))
+
+    def draft_seconds(self, drafted: Sequence[Generation]) -> float:
+        first = not all(each.opened for each in drafted)
+        steps = self._costs.drafting * (1 + first + self._costs.batched * (len(drafted) - 1))
+        return self._duration(steps)
+
+    def beside_seconds(self, each: Generation) -> float:
+        return self._duration(self._costs.beside)
+
+    def step_seconds(
+        self, here: Sequence[Generation], trees: Sequence[TokenTree], drafting: float
+    ) -> float:
+        rows = sum(map(len, trees)) + len(here)
+        took = self._duration(1 + self._costs.token * (rows - 1))
+        took += self._costs.contention * min(took, drafting)
+        self._passed += took / STEP
+        return took
+
+    def _duration(self, steps: float) -> float:
+        slow = self._costs.slow if self._passed // 500 % 2 else 1.0
+        noise = self._costs.noise
+        return STEP * steps * slow * self._random.uniform(1 - noise, 1 + noise)
+
+
+class Drawn(Simulation):
+    def __init__(
+        self, accepted: Accepted, users: int, mode: str, costs: Costs | None = None, kinds: int = 1,
+        length: int = 128,
+    ) -> None:  # fmt: skip
+        self._kinds = kinds
+        super().__init__(ByChance(accepted, costs or Costs(), length), users, mode)
+
+    def speeds(self, steps: float) -> dict[int, float]:
+        """Go on for so many plain steps. Returns the tokens of a generation in the time of a plain
+        step of one sequence, by kind: generations whose number has the same rest are of the same
+        kind."""
+        found: dict[int, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
+        for number, (tokens, seconds) in self.run(steps * STEP).items():
+            had, took = found[number % self._kinds]
+            found[number % self._kinds] = had + tokens, took + seconds / STEP
+        return {kind: found[kind][0] / found[kind][1] for kind in sorted(found)}
+
 
 FLAT, STEEP = Costs(), Costs(token=0.25)
 SLOW, DRIFT = Costs(drafting=50.0, contention=0.2), Costs(slow=1.27)
@@ -90,10 +180,11 @@ def ratio(cell: str, users: int) -> float:
     )
 
 
-@pytest.mark.parametrize(("users", "bound"), [(1, 0.95), (8, 0.95)])
-def test_nothing_is_lost_beside_the_better_of_none_and_always(users: int, bound: float) -> None:
-    found = {cell: round(ratio(cell, users), 3) for cell in CELLS}
-    assert min(found.values()) > bound, found
+@pytest.mark.parametrize("users", [1, 8])
+def test_nothing_is_lost_beside_the_better_of_none_and_always(users: int) -> None:
+    cells = [*CELLS][:: 1 if users == 1 else 2]
+    found = {cell: round(ratio(cell, users), 3) for cell in cells}
+    assert min(found.values()) > 0.95, found
 
 
 @pytest.mark.parametrize("users", [1, 8])
@@ -188,17 +279,6 @@ def test_a_text_is_read_where_drafts_gain_more_than_that_costs() -> None:
     assert not any(useless.step(tokens=0.0) for _ in range(100))
 
 
-def test_a_stall_does_not_keep_texts_from_a_drafter() -> None:
-    drafter = known(Account())
-    Reader(drafter, 50, slow=1000.0).step()
-    known(drafter)
-    text = Reader(drafter, 100)
-    assert any(text.step() for _ in range(4))
-    text.unread = 0
-    text.step(cost=1000.0)
-    assert text.state.asks(0.2), "one round of a machine that stood still says little"
-
-
 def test_a_drafter_is_tried_again_after_a_disturbed_time() -> None:
     drafter = known(Account())
     drafter.cost, drafter.reading = 10.0, 2.0
@@ -255,8 +335,7 @@ def test_what_was_learnt_is_taken_over_by_the_next_process() -> None:
             Scheduler(costs, 255).load_json(damaged)
 
 
-@pytest.mark.parametrize("truth", [0.2, 0.5, 0.8])
-@pytest.mark.parametrize("drafted", [0.3, 0.6, 0.95])
+@pytest.mark.parametrize(("drafted", "truth"), [(0.3, 0.8), (0.6, 0.5), (0.95, 0.2), (0.3, 0.2)])
 def test_calibrated_survivals_sum_to_accepted_nodes(drafted: float, truth: float) -> None:
     chance, account = random.Random(1), Account()
     tree = TokenTree.chain([1] * 4, [drafted] * 4)
@@ -278,86 +357,3 @@ def test_calibration_is_finite_for_any_confidence() -> None:
         for accepted in [0] * 1000 + [255] * 1000:
             account.accepted(sum(each**account.exponent for each in survivals), accepted)
             assert 0 < account.exponent < inf
-
-
-class Named(SimpleNamespace):
-    """What the scheduler reads of a text that is drafted for."""
-
-    __hash__ = object.__hash__
-
-
-class Lockstep:
-    """Steps of sequences that all wait for each other's trees. A plain step takes a second."""
-
-    def __init__(self, count: int) -> None:
-        self.now = 0.0
-        self.scheduler = Scheduler(
-            CostTable((1, 512), (1.0, 1.0)), 255, lambda: self.now, lockstep=True
-        )
-        self.jobs: list[Any] = [
-            Named(text=Text([0]), drafted_by="good", asked=True, tree=EMPTY, guess=EMPTY)
-            for _ in range(count)
-        ]
-        for _ in range(40):
-            self.step(1.0)
-
-    def budget(self, index: int, drafter: str) -> int:
-        self.jobs[index].drafted_by = drafter
-        return self.scheduler.budget(self.jobs[index])
-
-    def draft(self, index: int, drafter: str, nodes: int = 4) -> None:
-        """Request a tree, which is used if it has nodes."""
-        job = self.jobs[index]
-        job.drafted_by = drafter
-        self.scheduler.budget_sent(job, 8)
-        if nodes:
-            job.tree = TokenTree.chain([1] * nodes, [0.9] * nodes)
-
-    def step(self, seconds: float, tokens: int = 1, waited: tuple[float, str] = (0.0, "")) -> None:
-        """Run a step that gives each sequence ``tokens``; before it all wait for the first."""
-        self.now += waited[0]
-        began, trees = self.now, [job.tree for job in self.jobs]
-        self.scheduler.admit(self.jobs, trees, len(self.jobs), 100, 0)
-        self.now += seconds
-        outputs = [
-            StepOutput([1] * tokens, accepted=list(range(tokens - 1 if tree else 0)))
-            for tree in trees
-        ]
-        waiting = {self.jobs[0]: waited[1]} if waited[0] else {}
-        self.scheduler.stepped(began, self.now, outputs, waiting)
-        for job in self.jobs:
-            job.tree = EMPTY
-
-
-def test_drafters_of_one_sequence_are_judged_by_their_own_rounds() -> None:
-    load = Lockstep(1)
-    for _ in range(6):
-        if load.budget(0, "bad"):
-            load.draft(0, "bad")
-            load.step(3.0, 1)
-        assert load.budget(0, "good")
-        load.draft(0, "good")
-        load.step(1.5, 5)
-    assert not load.budget(0, "bad")
-    assert load.budget(0, "good")
-
-
-def test_a_drafter_pays_for_a_wait_whose_tree_another_one_replaces() -> None:
-    load = Lockstep(1)
-    for _ in range(6):
-        load.draft(0, "slow", 0)
-        load.draft(0, "good")
-        load.step(1.0, 4, waited=(2.0, "slow"))
-    assert not load.budget(0, "slow")
-    assert load.budget(0, "good")
-
-
-def test_a_drafter_pays_for_the_time_of_all_that_wait_for_its_tree() -> None:
-    """It gains where it drafts, and takes more from the others."""
-    alone, beside = Lockstep(1), Lockstep(8)
-    for load in (alone, beside):
-        for _ in range(4):
-            load.draft(0, "some")
-            load.step(1.0, 2, waited=(0.5, "some"))
-    assert alone.budget(0, "some")
-    assert not beside.budget(0, "some")

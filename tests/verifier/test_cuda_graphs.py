@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -11,7 +12,6 @@ from verifier_support import serving
 from paceline.cuda import CudaDevice
 from paceline.cuda.graphs import Capturing
 from paceline.device import SHAPES, Device
-from paceline.verifier import build_service
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -25,14 +25,6 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(Capturing, "capture", lambda self, run: found.append(run) or run)
     monkeypatch.setattr(Device, "step_graphs", CudaDevice.step_graphs)
     return found
-
-
-@pytest.fixture
-def failing(captures: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: Capturing, run: Callable[[], Any]) -> Any:
-        raise MemoryError("out of resource: shared memory")
-
-    monkeypatch.setattr(Capturing, "capture", refuse)
 
 
 @pytest.fixture
@@ -63,19 +55,12 @@ async def test_a_start_captures_all_graphs_or_none(
         assert counted(registry) == {"captured": count, "failed": 0}
 
 
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [({"device": "cpu"}, "device is cpu"), ({"device": "auto"}, "there is no GPU here")],
-)
-def test_graphs_are_not_required_where_there_are_none(
-    model: Path, options: dict[str, Any], why: str
+@pytest.mark.usefixtures("captures")
+async def test_a_start_that_requires_graphs_fails_without_one(
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ValueError, match=rf"cuda_graphs is 'on', and .*{why}.*: expected auto or"):
-        build_service(model, cuda_graphs="on", **options)
-
-
-@pytest.mark.usefixtures("failing")
-async def test_a_start_that_requires_graphs_fails_without_one(start: Start) -> None:
+    refuse = Mock(side_effect=MemoryError("out of resource: shared memory"))
+    monkeypatch.setattr(Capturing, "capture", refuse)
     with pytest.raises(MemoryError, match="shared memory"):
         async with start(cuda_graphs="on"):
             pass

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import random
-from functools import partial
 from typing import Any
 
 import drafters
@@ -15,53 +15,49 @@ from calls import remaining, until
 from fakes.exchange import Drafter, DrafterService
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from verifier_support import CARRIERS, VOCAB, Client, fallbacks_of, tokens_of
+from verifier_support import PROMPT, VOCAB, Client, fallbacks_of, tokens_of
 
 from paceline.tree import TokenTree
 from paceline.v1 import drafter_pb2, exchange_pb2, tree_pb2, verifier_pb2
 from paceline.verifier.engine import drafting
+from paceline.verifier.engine.drafted import NoDraft
 
-PROMPT = [3, 1, 4, 1, 5]
 FIELDS: dict[str, Any] = {"max_new_tokens": 40, "ignore_eos": True}
+LONG_TEXT = {**FIELDS, "max_new_tokens": 100}
 pytestmark = pytest.mark.usefixtures("no_delays")
 
 
 # Both carriers
 
 
-@CARRIERS
-async def test_the_same_tokens_over_both_carriers(socket: bool, client: Client) -> None:
+async def test_the_same_tokens_over_both_carriers(client: Client, service: DrafterService) -> None:
     """Several generations with every kind of drafter; one message a step for all of them."""
     plain = await client.generate(PROMPT, None, **FIELDS)
-    async with client.new_drafter_service(socket=socket) as service:
-        client.drafter_service = service
-        draws = drafters.all_of(plain, len(PROMPT)).values()
-        texts = await asyncio.gather(
-            *(client.generate(PROMPT, draw, seed=seed, **FIELDS) for seed, draw in enumerate(draws))
-        )
-        assert texts == [plain] * len(draws)
-        await until(lambda: not service.sequences)
-        (joined,) = client.service.joined()
-        carrier = verifier_pb2.CARRIER_SOCKET if socket else verifier_pb2.CARRIER_STREAM
-        assert (joined.carrier, joined.sequences) == (carrier, 0)
+    draws = drafters.all_of(plain, len(PROMPT)).values()
+    texts = await asyncio.gather(
+        *(client.generate(PROMPT, draw, seed=seed, **FIELDS) for seed, draw in enumerate(draws))
+    )
+    assert texts == [plain] * len(draws)
+    await until(lambda: not service.sequences)
+    (joined,) = client.service.joined()
+    carrier = verifier_pb2.CARRIER_SOCKET if service.use_socket else verifier_pb2.CARRIER_STREAM
+    assert (joined.carrier, joined.sequences) == (carrier, 0)
 
 
-@CARRIERS
-async def test_one_message_a_step(socket: bool, client: Client) -> None:
+async def test_one_message_a_step(client: Client, service: DrafterService) -> None:
     """Eight generations that are drafted for together."""
-    async with client.new_drafter_service(socket=socket) as service:
-        name = await service.add(drafters.random_tree)
-        handles = [(await client.create(PROMPT, **FIELDS)).handle for _ in range(8)]
-        service.paused = []
-        streams = [asyncio.create_task(client.rest(each, drafter=name)) for each in handles]
-        await until(lambda: len(service.paused or ()) == 8)
-        before, steps = service.messages, client.service.engine._steps
-        await service.answer()
-        await asyncio.gather(*streams)
-        await until(lambda: not service.sequences)
-        assert service.messages - before <= client.service.engine._steps - steps + 8
-        (joined,) = client.service.joined()
-        assert joined.sequences == 0
+    name = await service.add(drafters.random_tree)
+    handles = [(await client.create(PROMPT, **FIELDS)).handle for _ in range(8)]
+    service.paused = []
+    streams = [asyncio.create_task(client.rest(each, drafter=name)) for each in handles]
+    await until(lambda: len(service.paused or ()) == 8)
+    before, steps = service.messages, client.service.engine._steps
+    await service.answer()
+    await asyncio.gather(*streams)
+    await until(lambda: not service.sequences)
+    assert service.messages - before <= client.service.engine._steps - steps + 8
+    (joined,) = client.service.joined()
+    assert joined.sequences == 0
 
 
 async def test_each_user_is_an_owner_of_texts(client: Client) -> None:
@@ -76,31 +72,29 @@ async def test_each_user_is_an_owner_of_texts(client: Client) -> None:
         assert (again, "anna" in anna, alone) == (anna, False, "")
 
 
-@CARRIERS
-async def test_what_a_drafter_is_told(socket: bool, client: Client) -> None:
+async def test_what_a_drafter_is_told(client: Client, service: DrafterService) -> None:
     """Text, sampling and capability; then new tokens and limits. The statistics come back."""
-    async with client.new_drafter_service(socket=socket) as service:
-        name = await service.add(lambda *_: TokenTree.chain([1, 2, 3]))
-        fields: dict[str, Any] = {**FIELDS, "max_new_tokens": 6}
-        created = await client.create(PROMPT, output_tokens=[7], **fields)
-        service.paused = []
-        reading = asyncio.create_task(client.responses(created.handle, drafter=name, max_nodes=2))
-        await until(lambda: bool(service.paused))
-        ((opened,), (first,)) = service.opened, service.paused
-        assert list(opened.tokens) == [*PROMPT, 7, *created.first.tokens]
-        assert (opened.prompt_length, opened.read_grant) == (len(PROMPT), created.read_grant)
-        assert (opened.drafter, opened.version, opened.sequence) == ("test", "0", 1)
-        assert opened.owner
-        assert (first.round, list(first.new_tokens), first.total_length) == (1, [], 7)
-        assert (first.node_budget, first.max_depth, first.committed_length) == (2, 3, 6)
-        await service.answer()
-        responses = await reading
-        assert responses[0].steps == 0, "the first token of the cache is sent again"
-        drafted = responses[1]
-        assert list(drafted.tree.tokens) == [1, 2]
-        assert (drafted.drafter, drafted.checked_nodes) == (name, 2)
-        assert responses[-1].no_draft == verifier_pb2.NO_DRAFT_REASON_LAST_TOKEN
-        await until(lambda: not service.sequences)
+    name = await service.add(lambda *_: TokenTree.chain([1, 2, 3]))
+    fields: dict[str, Any] = {**FIELDS, "max_new_tokens": 6}
+    created = await client.create(PROMPT, output_tokens=[7], **fields)
+    service.paused = []
+    reading = asyncio.create_task(client.responses(created.handle, drafter=name, max_nodes=2))
+    await until(lambda: bool(service.paused))
+    ((opened,), (first,)) = service.opened, service.paused
+    assert list(opened.tokens) == [*PROMPT, 7, *created.first.tokens]
+    assert (opened.prompt_length, opened.read_grant) == (len(PROMPT), created.read_grant)
+    assert (opened.drafter, opened.version, opened.sequence) == ("test", "0", 1)
+    assert opened.owner
+    assert (first.round, list(first.new_tokens), first.total_length) == (1, [], 7)
+    assert (first.node_budget, first.max_depth, first.committed_length) == (2, 3, 6)
+    await service.answer()
+    responses = await reading
+    assert responses[0].steps == 0, "the first token of the cache is sent again"
+    drafted = responses[1]
+    assert list(drafted.tree.tokens) == [1, 2]
+    assert (drafted.drafter, drafted.checked_nodes) == (name, 2)
+    assert responses[-1].no_draft == verifier_pb2.NO_DRAFT_REASON_LAST_TOKEN
+    await until(lambda: not service.sequences)
 
 
 # Which drafter
@@ -109,6 +103,11 @@ async def test_what_a_drafter_is_told(socket: bool, client: Client) -> None:
 async def test_names_choose_the_drafter(client: Client, far_service: DrafterService) -> None:
     """Absent: the default of the first service. A text is sent to no other than it names."""
     near, service = client.drafter_service, far_service
+    created = await client.create(PROMPT, **FIELDS)
+    (response,) = await client.steps(created.handle, 1, drafter=None)
+    assert response.no_draft == verifier_pb2.NO_DRAFT_REASON_NO_DRAFTER, "nobody has joined"
+    error = await client.refusal(created.handle, drafter="x" * 257)
+    assert error == (grpc.StatusCode.INVALID_ARGUMENT, "BAD_DRAFTER")
     await near.add(lambda *_: TokenTree.chain([1]))
     await near.add(lambda *_: TokenTree.chain([1, 2]))
     await service.add(lambda *_: TokenTree.chain([1, 2, 3]))
@@ -129,24 +128,13 @@ async def test_names_choose_the_drafter(client: Client, far_service: DrafterServ
         assert len(response.tree.tokens) == nodes, drafter
         assert [len(near.opened), len(service.opened)] == opened, drafter
         if not nodes:
-            reason = verifier_pb2.NO_DRAFT_REASON_NOT_READY
-            if drafter == "none":
-                reason = verifier_pb2.NO_DRAFT_REASON_NO_DRAFTER
-            assert response.no_draft == reason
+            reason = "NO_DRAFTER" if drafter == "none" else "NOT_READY"
+            assert response.no_draft == getattr(verifier_pb2, f"NO_DRAFT_REASON_{reason}")
         await client.release(created.handle)
     await near.leave()
     created = await client.create(PROMPT, **FIELDS)
     (response,) = await client.steps(created.handle, 1, drafter=None)
     assert response.drafter == "far@0", "now it is the first"
-    await client.release(created.handle)
-
-
-async def test_without_any_service_there_is_no_drafter(client: Client) -> None:
-    created = await client.create(PROMPT, **FIELDS)
-    (response,) = await client.steps(created.handle, 1, drafter=None)
-    assert response.no_draft == verifier_pb2.NO_DRAFT_REASON_NO_DRAFTER
-    error = await client.refusal(created.handle, drafter="x" * 257)
-    assert error == (grpc.StatusCode.INVALID_ARGUMENT, "BAD_DRAFTER")
 
 
 async def test_the_socket_is_preferred_then_the_fewest_sequences(client: Client) -> None:
@@ -169,13 +157,8 @@ async def test_the_socket_is_preferred_then_the_fewest_sequences(client: Client)
 async def test_a_service_that_fails_takes_no_texts_from_others(fault: str, client: Client) -> None:
     """It offers the same drafter, and would be the first to be asked."""
     async with client.new_drafter_service() as good, client.new_drafter_service() as bad:
-        await bad.add(
-            {
-                "refuses": lambda *_: None,
-                "draws an invalid tree": lambda *_: tree(tokens=[VOCAB], parents=[-1]),
-                "is late": drafters.nothing,
-            }[fault]
-        )
+        drawn = tree(tokens=[VOCAB], parents=[-1]) if fault == "draws an invalid tree" else None
+        await bad.add(lambda *_: drawn)
         await good.add(lambda *_: TokenTree.chain([1]))
         if fault == "is late":
             bad.paused = []
@@ -202,22 +185,19 @@ async def test_a_draining_version_gets_no_new_sequence(client: Client) -> None:
 async def test_hidden_states_and_scores_of_all_versions_are_kept(client: Client) -> None:
     """Of those with traffic, or of the one that is named; not those of another target."""
 
-    def info(version: str, layers: list[int], share: float, window: int) -> drafter_pb2.DrafterInfo:
-        return drafter_pb2.DrafterInfo(
-            name="test",
-            version=version,
-            traffic_share=share,
-            hidden_state_layers=layers,
-            hidden_state_window=window,
-            scored_layers=[-1] if version == "2" else [],
-            kv_policy="verified" if version == "2" else "",
-        )
-
     await client.drafter_service.join()
-    await client.drafter_service.update(
-        [info("1", [0], 0.5, 16), info("2", [1], 0.5, 32), info("3", [1], 0.0, 0),
-         info("4", [0, 2], 0.0, 0)]
-    )  # fmt: skip
+    infos = [
+        drafter_pb2.DrafterInfo(
+            name="test", version=version, traffic_share=share, hidden_state_layers=layers,
+            hidden_state_window=window,
+        )
+        for version, layers, share, window in (
+            ("1", [0], 0.5, 16), ("2", [1], 0.5, 32), ("3", [1], 0.0, 0), ("4", [0, 2], 0.0, 0),
+        )
+    ]  # fmt: skip
+    infos[1].scored_layers.append(-1)
+    infos[1].kv_policy = "verified"
+    await client.drafter_service.update(infos)
     for drafter, layers, window in (
         (None, (0, 1), 32),
         ("test@3", (1,), 0),
@@ -237,37 +217,28 @@ async def test_hidden_states_and_scores_of_all_versions_are_kept(client: Client)
 # Late, refused and wrong trees
 
 
-async def step_of(call: Any, responses: list[Any]) -> Any:
-    """The round of one more step, which is added to those before."""
-    await call.write(verifier_pb2.GenerateRequest(credits=1))
-    responses.append(await call.read())
-    return responses[-1]
-
-
-@CARRIERS
-async def test_a_late_tree_is_ignored_and_the_next_is_used(socket: bool, client: Client) -> None:
+async def test_a_late_tree_is_ignored_and_the_next_is_used(
+    client: Client, service: DrafterService
+) -> None:
     plain = await client.generate(PROMPT, None, **FIELDS)
-    async with client.new_drafter_service(socket=socket) as service:
-        name = await service.add(drafters.right(plain, len(PROMPT), depth=2))
-        created = await client.create(PROMPT, **FIELDS)
-        call = await client.begin(created.handle, drafter=name, draft_timeout_ms=50)
-        responses: list[Any] = []
-        step = partial(step_of, call, responses)
-        while not (await step()).tree.tokens:
-            assert len(responses) < 20, "it drafts in time in the end"
-        service.paused = []
-        late = await step()
-        assert late.no_draft == verifier_pb2.NO_DRAFT_REASON_LATE
-        assert list(late.fallbacks) == ["drafter_timeout"]
-        for _ in range(2):
-            assert (await step()).no_draft == verifier_pb2.NO_DRAFT_REASON_NOT_READY
-        assert len(service.paused) == 1, "no further round before the answer"
-        await service.answer()
-        while not (await step()).tree.tokens:
-            pass
-        assert len(responses[-1].result.tokens) == 3, "the tree is for the text as it is now"
-        tokens = [*created.first.tokens, *tokens_of(responses)]
-        assert tokens == plain[: len(tokens)]
+    name = await service.add(drafters.right(plain, len(PROMPT), depth=2))
+    created = await client.create(PROMPT, **FIELDS)
+    call = await client.begin(created.handle, drafter=name, draft_timeout_ms=50)
+    while not (await call.step()).tree.tokens:
+        assert len(call.read_rounds) < 20, "it drafts in time in the end"
+    service.paused = []
+    late = await call.step()
+    assert late.no_draft == verifier_pb2.NO_DRAFT_REASON_LATE
+    assert list(late.fallbacks) == ["drafter_timeout"]
+    for _ in range(2):
+        assert (await call.step()).no_draft == verifier_pb2.NO_DRAFT_REASON_NOT_READY
+    assert len(service.paused) == 1, "no further round before the answer"
+    await service.answer()
+    while not (await call.step()).tree.tokens:
+        pass
+    assert len(call.read_rounds[-1].result.tokens) == 3, "the tree is for the text as it is now"
+    tokens = [*created.first.tokens, *tokens_of(call.read_rounds)]
+    assert tokens == plain[: len(tokens)]
 
 
 async def test_a_drafter_that_hangs_is_left(
@@ -286,33 +257,29 @@ async def test_a_drafter_that_hangs_is_left(
     assert len(await client.rest(created.handle, position, drafter=name)) == 40 - position
 
 
-@CARRIERS
 async def test_a_generation_goes_on_while_its_drafter_opens_it(
-    socket: bool, client: Client
+    client: Client, service: DrafterService
 ) -> None:
     """No round is requested before it is open; then trees are used."""
     plain = await client.generate(PROMPT, None, **FIELDS)
-    async with client.new_drafter_service(socket=socket) as service:
-        name = await service.add(drafters.right(plain, len(PROMPT)))
-        created = await client.create(PROMPT, **FIELDS)
-        call = await client.begin(created.handle, drafter=name, always_draft=False)
-        responses: list[Any] = []
-        step = partial(step_of, call, responses)
-        service.silent = True
-        for _ in range(4):
-            assert (await step()).no_draft == verifier_pb2.NO_DRAFT_REASON_NOT_READY
-        await until(lambda: bool(service.opened))
-        (opened,) = service.opened
-        service.silent = False
-        message = exchange_pb2.JoinResponse(open=[opened])
-        await service.received(message)
-        service.opened.pop()
-        await until(lambda: bool(service.sequences))
-        while not (await step()).tree.tokens:
-            assert len(responses) < 20, "it drafts once it is open"
-        assert not fallbacks_of(responses)
-        tokens = [*created.first.tokens, *tokens_of(responses)]
-        assert tokens == plain[: len(tokens)]
+    name = await service.add(drafters.right(plain, len(PROMPT)))
+    created = await client.create(PROMPT, **FIELDS)
+    call = await client.begin(created.handle, drafter=name, always_draft=False)
+    service.silent = True
+    for _ in range(4):
+        assert (await call.step()).no_draft == verifier_pb2.NO_DRAFT_REASON_NOT_READY
+    await until(lambda: bool(service.opened))
+    (opened,) = service.opened
+    service.silent = False
+    message = exchange_pb2.JoinResponse(open=[opened])
+    await service.received(message)
+    service.opened.pop()
+    await until(lambda: bool(service.sequences))
+    while not (await call.step()).tree.tokens:
+        assert len(call.read_rounds) < 20, "it drafts once it is open"
+    assert not fallbacks_of(call.read_rounds)
+    tokens = [*created.first.tokens, *tokens_of(call.read_rounds)]
+    assert tokens == plain[: len(tokens)]
 
 
 @pytest.mark.parametrize("reason", ["REFUSED", "DRAFTER_REPLACED"])
@@ -329,8 +296,7 @@ async def test_a_refused_sequence_is_opened_again(when: str, reason: str, client
     response = await call.read()
     if when == "later":
         assert list(response.tree.tokens) == [1]
-        await call.write(verifier_pb2.GenerateRequest(credits=1))
-        response = await call.read()
+        response = await call.step()
     service.refuses = False
     if reason == "REFUSED":
         assert list(response.fallbacks) == ["drafter_refused"]
@@ -338,8 +304,7 @@ async def test_a_refused_sequence_is_opened_again(when: str, reason: str, client
     else:
         assert not response.fallbacks, "it is no failure"
     assert response.no_draft == verifier_pb2.NO_DRAFT_REASON_NOT_READY
-    await call.write(verifier_pb2.GenerateRequest(credits=2))
-    responses = [await call.read() for _ in range(2)]
+    responses = [await call.step() for _ in range(2)]
     assert any(each.tree.tokens for each in responses)
     assert len(service.opened) == 2
 
@@ -409,6 +374,57 @@ async def test_what_a_service_reports_is_bounded(client: Client) -> None:
     assert len(response.fallback_message) <= 1024
 
 
+# Drafters that hardly draft are named once for each reason, in the log and in the metrics
+
+
+async def unused(client: Client, caplog: pytest.LogCaptureFixture, **start: Any) -> list[str]:
+    """What two texts have logged of their drafter."""
+    with caplog.at_level(logging.WARNING, "paceline"):
+        for _ in range(2):
+            created = await client.create(PROMPT, **LONG_TEXT)
+            await client.responses(created.handle, **start)
+    return [text for text in caplog.messages if text.startswith("the drafter")]
+
+
+async def test_a_drafter_that_nobody_offers(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    (said,) = await unused(client, caplog, drafter="missing")
+    assert said.endswith("asked in 0: no drafter service that has joined offers it")
+    assert client.service.engine.unused_drafters == [("missing", "not_ready")]
+
+
+async def test_a_drafter_that_drafts_or_has_nothing_to_say_is_not_named(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = await client.generate(PROMPT, None, **LONG_TEXT)
+    for draw in (drafters.wrong(plain, len(PROMPT)), drafters.nothing):
+        async with client.new_drafter_service() as service:
+            name = await service.add(draw)
+            assert not await unused(client, caplog, drafter=name)
+    assert not await unused(client, caplog, drafter="local")
+    assert not await unused(client, caplog, drafter="none")
+    assert not client.service.engine.unused_drafters
+
+
+def test_whether_a_drafter_is_unused_is_told_by_its_recent_steps() -> None:
+    """The reason is the most frequent one; a drafter that drafts again is unused no more."""
+    use = drafting.DrafterUse()
+    for step in range(47):
+        use.note(NoDraft.LATE if step % 3 else NoDraft.NOT_READY)
+        assert use.unused is None
+    use.note(NoDraft.NOT_READY)
+    assert use.unused is NoDraft.LATE
+    for _ in range(3):
+        use.note(None)
+    assert use.unused is None
+    for _ in range(10_000):
+        use.note(None)
+    for _ in range(20_000):
+        use.note(NoDraft.NODE_BUDGET)
+    assert use.unused is NoDraft.NODE_BUDGET
+
+
 # Any behaviour
 
 ACTIONS = ("right", "random", "empty", "invalid", "refuse", "late", "leave", "rejoin", "unload")
@@ -417,22 +433,17 @@ ACTIONS = ("right", "random", "empty", "invalid", "refuse", "late", "leave", "re
 def acting(right: Drafter, action: list[str]) -> Drafter:
     """A drafter that does what ``action`` says at the time."""
 
+    drawn = {"empty": TokenTree(), "invalid": tree(tokens=[VOCAB], parents=[-1]), "refuse": None}
+
     def draft(text: list[int], rng: random.Random) -> Any:
-        match action[0]:
-            case "random":
-                return drafters.random_tree(text, rng)
-            case "empty":
-                return TokenTree()
-            case "invalid":
-                return tree(tokens=[VOCAB], parents=[-1])
-            case "refuse":
-                return None
-        return right(text, rng)
+        if action[0] in drawn:
+            return drawn[action[0]]
+        return (drafters.random_tree if action[0] == "random" else right)(text, rng)
 
     return draft
 
 
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     actions=st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(1, 4)), max_size=12),
     socket=st.booleans(),

@@ -12,14 +12,13 @@ import pytest
 from calls import failure, reason_of
 from gguf_files import write_gguf
 from tokenizers import Tokenizer, models
-from verifier_support import CONTEXT, VOCAB, Client, serving, tokens_of
+from verifier_support import CONTEXT, PROMPT, VOCAB, Client, Serve, tokens_of
 
 from paceline.convert import weights_fingerprint
 from paceline.decoder import BatchInvariance
 from paceline.v1 import verifier_pb2
 from paceline.verifier import build_service
 
-PROMPT = [3, 1, 4, 1, 5]
 FIELDS: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True}
 STEP_FAILED = (grpc.StatusCode.INTERNAL, "STEP_FAILED")
 
@@ -66,19 +65,20 @@ async def test_model(client: Client, model: Path) -> None:
 
 
 async def test_a_lack_of_batch_invariance_is_reported_and_logged(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    serve: Serve, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
     found = BatchInvariance(False, "a layer of 8 to 9 differs; do this", "0" * 64)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # the result is kept there
     monkeypatch.setattr("paceline.verifier.model.check_batch_invariance", lambda decoder: found)
-    async with serving(model, tmp_path / "v.sock", kv_bytes=1 << 28) as client:
+    async with serve() as client:
         got = await client.stub.GetModel(verifier_pb2.GetModelRequest())
     assert (got.batch_invariant, got.batch_invariance_reason) == (False, found.reason)
     assert not got.numerics, "nothing is promised"
     assert found.reason in caplog.text
 
 
-async def test_tokenizer(model: Path, tmp_path: Path) -> None:
+async def test_tokenizer(serve: Serve, model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     for name in ("config.json", "model.safetensors"):
@@ -87,7 +87,7 @@ async def test_tokenizer(model: Path, tmp_path: Path) -> None:
     (folder / "tokenizer.json").write_bytes(raw)
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ x }}"}))
     digest = hashlib.sha256(raw).hexdigest()
-    async with serving(folder, tmp_path / "v.sock", kv_bytes=1 << 28) as client:
+    async with serve(folder) as client:
         for fields, sent in (
             ({}, True),
             ({"known_tokenizer_digest": "another"}, True),
@@ -99,33 +99,35 @@ async def test_tokenizer(model: Path, tmp_path: Path) -> None:
             assert gzip.decompress(got.tokenizer_gzip) == (raw if sent else b"")
 
 
+ON = "cuda_graphs is 'on', and .*{}.*: expected auto or"
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("options", "message"),
     [
-        {"lease_seconds": 0},
-        {"lease_seconds": float("nan")},
-        {"kv_bytes": -1},
-        {"max_context": CONTEXT + 1},
-        {"max_context": 1},
-        {"node_budget": 256},
-        {"device": "cuda:99"},
-        {"device": "tpu"},
-        {"weights": "int7"},
+        *(({"lease_seconds": value}, "expected") for value in (0, float("nan"))),
+        *(({"max_context": value}, "expected") for value in (1, CONTEXT + 1)),
+        *(({"device": value}, "expected") for value in ("cuda:99", "tpu")),
+        *(({"kv_bytes": -1}, "expected"), ({"node_budget": 256}, "expected")),
+        ({"weights": "int7"}, "expected"),
+        ({"cuda_graphs": "on", "device": "cpu"}, ON.format("device is cpu")),
+        ({"cuda_graphs": "on", "device": "auto"}, ON.format("there is no GPU here")),
+        ({"paged_kv": True, "kv_cache_dtype": "int8"}, "'int8', expected auto: KV in pages"),
     ],
 )
-def test_bad_options(options: dict[str, Any], model: Path) -> None:
-    with pytest.raises(ValueError, match="expected"):
+def test_bad_options(options: dict[str, Any], message: str, model: Path) -> None:
+    with pytest.raises(ValueError, match=message):
         build_service(model, **options)
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3"])
 async def test_a_gguf_file_serves_the_model_of_its_folder(
-    family: str, models: dict[str, Path], tmp_path: Path
+    serve: Serve, family: str, models: dict[str, Path], tmp_path: Path
 ) -> None:
     file = write_gguf(tmp_path / "tiny.gguf", models[family])
     texts = []
     for target in (models[family], file):
-        async with serving(target, tmp_path / "v.sock", kv_bytes=1 << 28) as client:
+        async with serve(target) as client:
             got = await client.stub.GetModel(verifier_pb2.GetModelRequest())
             texts.append(await client.generate(PROMPT, None, max_new_tokens=20, ignore_eos=True))
     assert texts[0] == texts[1]

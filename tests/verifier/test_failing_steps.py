@@ -3,7 +3,6 @@
 import asyncio
 import math
 import threading
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -11,7 +10,7 @@ import pytest
 import torch
 from calls import failure, reason_of, until
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from verifier_support import Client, paused_engine, serving
+from verifier_support import Client, Serve, paused_engine
 
 from paceline.decoder import Decoder
 from paceline.device import Device, DeviceLost
@@ -96,7 +95,7 @@ async def test_only_the_sequence_at_fault_ends(
 
 
 async def test_a_lost_device_ends_the_verifier(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a failed step the device is checked; health is NOT_SERVING before the server stops."""
 
@@ -105,7 +104,7 @@ async def test_a_lost_device_ends_the_verifier(
 
     lost = pytest.raises(DeviceLost, match="fails every call")
     with lost:
-        async with serving(model, tmp_path / "v.sock", kv_bytes=1 << 28) as client:
+        async with serve() as client:
             health = health_pb2_grpc.HealthStub(client.channel).Watch(
                 health_pb2.HealthCheckRequest(service="paceline.v1.VerifierService")
             )
@@ -157,14 +156,14 @@ async def test_a_step_that_hangs_ends_the_process(
 
 
 async def test_a_prefix_that_cannot_be_copied_is_an_answer(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The client is told, and does not wait for ever; others are served."""
 
     def fail(*_: Any) -> None:
         raise RuntimeError("no copy")
 
-    async with serving(model, tmp_path / "v.sock", kv_bytes=1 << 28) as client:
+    async with serve() as client:
         parent = await client.create([3, 1, 4])
         with monkeypatch.context() as broken:
             broken.setattr(Segment, "copy_prefix", fail)

@@ -1,10 +1,12 @@
-"""Grammars and schemas: the mask leaves exactly what may come next, with every drafter."""
+"""Grammars and schemas: the mask leaves exactly what may come next, with every drafter.
+
+Nobody waits for a mask that is late but its text.
+"""
 
 import asyncio
 import json
-import string
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -13,36 +15,23 @@ import drafters
 import grpc
 import pytest
 import torch
-from calls import reason_of
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from verifier_support import VOCAB, Client, serving
+from calls import failure, reason_of, until
+from tokenizers import Tokenizer
+from verifier_support import TOKENIZER, VOCAB, Client, tokenizer
 
+from paceline.service import limits
 from paceline.v1 import sampling_pb2
-from paceline.verifier.grammar import Grammar, GrammarError, Grammars, masked
+from paceline.verifier.engine import engine
+from paceline.verifier.grammar import Grammar, GrammarError, Grammars, Guide, masked
 from paceline.verifier.rpc.servicer import VerifierServicer
 
+SERVED = {"target": "written", "sources": ("ngram", "grammar", "recycle")}
 SMALL = {
     "type": "object",
     "properties": {"ok": {"type": "boolean"}, "n": {"type": "integer", "minimum": 0, "maximum": 9}},
     "required": ["ok", "n"],
     "additionalProperties": False,
 }
-
-
-def tokenizer() -> Tokenizer:
-    """The end, then one token a character: what JSON needs, and more."""
-    characters = dict.fromkeys('{}[]":, ' + string.digits + string.ascii_lowercase + "ABCDEFGH-+.")
-    vocabulary = {"<end>": 0, **{c: i for i, c in enumerate(characters, 1)}}
-    space = vocabulary.pop(" ")
-    built = Tokenizer(models.BPE(vocab={**vocabulary, "\u0120": space}, merges=[]))
-    built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    built.decoder = decoders.ByteLevel()
-    built.add_special_tokens(["<end>"])
-    assert built.get_vocab_size() <= VOCAB
-    return built
-
-
-TOKENIZER = tokenizer()
 GRAMMARS = Grammars(TOKENIZER.to_str().encode(), VOCAB, [0])
 
 
@@ -84,15 +73,11 @@ def test_a_text_that_does_not_match_is_refused(text: str) -> None:
 @pytest.mark.parametrize(
     "schema",
     [
-        {"type": "nonsense"},
-        {"$ref": "http://example.org/schema"},
-        {"type": "string", "pattern": "("},
-        {"not": {"type": "string"}},
-        {"allOf": [{"type": "string"}, {"type": "integer"}]},
-        [1],
-        "text",
+        *({"type": "nonsense"}, {"$ref": "http://example.org/schema"}, {"not": {"type": "string"}}),
+        {"type": "string", "pattern": "("}, {"allOf": [{"type": "string"}, {"type": "integer"}]},
+        *([1], "text"),
     ],
-)
+)  # fmt: skip
 def test_an_unsupported_schema_is_refused(schema: Any) -> None:
     with pytest.raises(GrammarError, match="schema"):
         compiled(schema)
@@ -144,26 +129,18 @@ SCHEMA: dict[str, Any] = {
         "gear": {"enum": ["road", "track", "gravel"]},
         "laps": {"type": "integer", "minimum": 0, "maximum": 999},
         "names": {
-            "type": "array",
-            "items": {"type": "string", "pattern": "^[a-z]{1,4}$"},
-            "minItems": 1,
+            "type": "array", "items": {"type": "string", "pattern": "^[a-z]{1,4}$"}, "minItems": 1,
             "maxItems": 3,
         },
     },
     "required": ["gear", "laps", "names"],
     "additionalProperties": False,
-}
+}  # fmt: skip
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "T=1": {"temperature": 1.0},
     "filtered": {"temperature": 0.8, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.1},
 }
-
-
-@pytest.fixture
-async def client(written_model: Path, tmp_path: Path) -> AsyncIterator[Client]:
-    async with serving(written_model, tmp_path / "v.sock", kv_bytes=1 << 28) as client:
-        yield client
 
 
 def fields(seed: int = 0, schema: str | None = None, **sampling: Any) -> dict[str, Any]:
@@ -218,7 +195,6 @@ async def test_log_probabilities_are_the_models_own(client: Client) -> None:
     assert list(created.first.tokens) == [brace]
     assert created.first.logprobs[0] < -0.01
     assert len(set(created.first.top_logprobs[0].tokens) - {brace}) >= 19
-    await client.release(created.handle)
 
 
 async def test_bad_schemas_are_refused(client: Client) -> None:
@@ -239,3 +215,111 @@ def test_the_tokenizer_is_prepared_before_the_first_constraint(tokenizer_json: b
         if thread.name == "grammars":
             thread.join(60)
     assert ("_forms" in vars(grammars)) is (tokenizer_json[:1] == b"{")
+
+
+AMBIGUOUS = 'start: a\na: a a a | a a | "x" | "xx" | /[a-z ]/'
+ANY = '{"type": "array", "items": {"type": "integer"}, "minItems": 99}'
+DEMO = Path("models/demo/target/tokenizer.json").read_bytes()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Every mask but the first of a text is dear, and is computed while this is set."""
+    monkeypatch.setattr(limits, "MASK_SECONDS", -1.0)
+    opened, prepare = threading.Event(), Guide.prepare
+
+    def gated(guide: Guide) -> None:
+        assert not guide._path or opened.wait(60)
+        prepare(guide)
+
+    monkeypatch.setattr(Guide, "prepare", gated)
+    yield opened
+    opened.set()
+
+
+@pytest.mark.parametrize(
+    ("sampling", "late"),
+    [
+        *(("greedy", "all"), ("filtered", "all")),
+        *(("filtered", "beyond the time of a step"), ("greedy", "every third")),
+    ],
+)
+async def test_late_masks_change_no_token(
+    client: Client, monkeypatch: pytest.MonkeyPatch, sampling: str, late: str
+) -> None:
+    request = fields(5, **SAMPLINGS[sampling])
+    plain = await client.generate(PROMPT, None, **request)
+    check(plain)
+    if late == "all":
+        monkeypatch.setattr(limits, "MASK_SECONDS", -1.0)
+    elif late == "every third":
+        turns, allowed = iter(range(1 << 30)), Guide.allowed
+        monkeypatch.setattr(
+            Guide, "allowed", lambda guide: allowed(guide) if next(turns) % 3 else None
+        )
+    else:
+        monkeypatch.setattr(limits, "STEP_MASKS_SECONDS", 1e-9)
+        none = property(lambda _: 0.0, lambda *_: None)
+        monkeypatch.setattr(engine.Engine, "_step_seconds", none, raising=False)
+    draws = drafters.all_of(plain, len(PROMPT))
+    for draw in (None, draws["right"], draws["mixed"]):
+        assert await client.generate(PROMPT, draw, seed=3, **request) == plain
+    created = await client.create(PROMPT, **request)
+    assert [*created.first.tokens, *await client.rest(created.handle, drafter="local")] == plain
+
+
+async def test_other_texts_do_not_wait(client: Client, gate: threading.Event) -> None:
+    """Nor new ones of the same grammar, up to their first token."""
+    request = fields(1, temperature=0.8, top_p=0.9)
+    created = [await client.create(PROMPT, **request) for _ in range(4)]
+    waiting = [asyncio.create_task(client.rest(each.handle)) for each in created]
+    await until(lambda: len(client.service.engine._late) == 4)
+    other = await client.generate(PROMPT, None, max_new_tokens=50, ignore_eos=True)
+    assert len(other) == 50
+    assert not any(task.done() for task in waiting)
+    gate.set()
+    for each, task in zip(created, waiting, strict=True):
+        check([*each.first.tokens, *await task])
+
+
+async def test_a_text_that_waits_may_be_released_or_resumed(
+    client: Client, gate: threading.Event
+) -> None:
+    request = fields(2, temperature=0.8, top_p=0.9)
+    released, resumed = [await client.create(PROMPT, **request) for _ in range(2)]
+    late = client.service.engine._late
+    reading = asyncio.create_task(failure(await client.begin(released.handle, credits=99)))
+    await until(lambda: len(late) == 1)
+    await client.release(released.handle)
+    assert reason_of(await reading) == "CACHE_NOT_FOUND"
+    first = await client.begin(resumed.handle, credits=99)
+    await until(lambda: any(not job.done for job in tuple(late)))
+    first.cancel()
+    rest = asyncio.create_task(client.rest(resumed.handle))
+    gate.set()
+    check([*resumed.first.tokens, *await rest])
+    await client.release(resumed.handle)
+    assert not late
+
+
+async def test_a_verifier_stops_while_texts_wait(client: Client, gate: threading.Event) -> None:
+    created = await client.create(PROMPT, **fields(schema=ANY, temperature=0.8, top_p=0.9))
+    await client.begin(created.handle, credits=99)
+    await until(lambda: len(client.service.engine._late) == 1)
+
+
+def test_a_mask_that_is_too_much_fails_no_text_that_needs_none() -> None:
+    """So that it does not matter who guesses, nor which masks are computed in time."""
+    token = Tokenizer.from_buffer(DEMO).token_to_id("x")
+    guide = of("grammar", AMBIGUOUS, Grammars(DEMO, 4096, [0])).begin()
+    guide.prepare()
+    while guide.allowed() is not None:
+        guide.push(token)
+        guide.prepare()
+    with pytest.raises(GrammarError, match="too complex"):
+        guide.check()
+    assert guide.accepts((token,)) == 1
+    guide.push(token)
+    guide.pop(1)
+    with pytest.raises(GrammarError, match="too complex"):
+        guide.check()

@@ -1,21 +1,20 @@
 """Constraints that are made to cost: they are refused, and nobody else waits for them."""
 
 import asyncio
-import gc
 import json
 import logging
 import os
+import re
 import resource
 import time
-from contextlib import ExitStack, suppress
-from pathlib import Path
+from contextlib import ExitStack
 from typing import Any
 
 import grpc
 import pytest
 from calls import reason_of
 from test_grammar import PROMPT, TOKENIZER, fields, ids
-from verifier_support import VOCAB, serving
+from verifier_support import VOCAB, Serve
 
 from paceline.service import limits
 from paceline.verifier.grammar import GrammarError, Grammars, GrammarsBusy
@@ -55,13 +54,12 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_what_costs_too_much_is_refused(name: str) -> None:
     """Or is cheap: then its first mask is there."""
     kind, source = HOSTILE[name]
-    with suppress(GrammarError):
+    said = ""
+    try:
         assert (await grammars().compile(kind, source)).begin().allowed().any()
-
-
-async def test_the_error_says_what_to_do(short: None) -> None:
-    with pytest.raises(GrammarError, match=r"JSON schema takes more than 1 s .* simpler"):
-        await grammars().compile("json_schema", ENDLESS)
+    except GrammarError as error:
+        said = str(error)
+    assert source != ENDLESS or re.search(r"JSON schema takes more than 1 s .* simpler", said)
 
 
 async def test_cancelled_at_any_moment_it_gives_its_place_back(
@@ -116,18 +114,17 @@ async def test_the_memory_of_those_in_use_is_bounded(monkeypatch: pytest.MonkeyP
     with pytest.raises(GrammarsBusy, match="in use"):
         await compiler.compile("regex", "b+")
     del kept
-    gc.collect()
     await compiler.compile("regex", "b+")
 
 
 @pytest.mark.usefixtures("short")
 async def test_a_verifier_answers_others_and_stops(
-    written_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Six callers that leave, as a browser does that is closed; and one that stays."""
     monkeypatch.setattr(limits, "CONSTRAINT_SECONDS", 600)
     monkeypatch.setattr(limits, "CONSTRAINT_MEMORY", 1 << 40)
-    async with serving(written_model, tmp_path / "v.sock", kv_bytes=1 << 28) as client:
+    async with serve("written") as client:
         calls = [
             asyncio.create_task(client.create(PROMPT, **fields(schema=ENDLESS))) for _ in "123456"
         ]
@@ -144,13 +141,13 @@ async def test_a_verifier_answers_others_and_stops(
 
 
 async def test_one_that_fails_after_some_tokens(
-    written_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Is the caller's error, and the log has nothing of the text."""
     many = {"properties": {f"p{n}": {"type": "integer"} for n in range(2000)}}
     schema = json.dumps({"type": "object", "additionalProperties": False, **many})
     caplog.set_level(logging.DEBUG)
-    async with serving(written_model, tmp_path / "v.sock", kv_bytes=1 << 28) as client:
+    async with serve("written") as client:
         other = await client.create(PROMPT, **fields())
         with pytest.raises(grpc.aio.AioRpcError, match="complex") as raised:
             await client.generate(PROMPT, None, **fields(schema=schema, temperature=1.0))

@@ -1,6 +1,11 @@
-"""What drafters read beside the verifier's own tensors, through whole generations."""
+"""KV and hidden states that drafters read, beside the verifier's own tensors, and the shared memory
+that they are in."""
 
+import asyncio
+import math
+import os
 import random
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -8,16 +13,118 @@ import pytest
 import torch
 from calls import until
 from kv_support import caught_up, following, following_states, mapping, mapping_states, rounds
-from test_taps import outputs
-from verifier_support import serving
+from verifier_support import LAYOUT, PROMPT, Client, Serve
 
-from paceline.drafter.kv import KvGone
+from paceline.convert import load_decoder
+from paceline.decoder import LocalCache
+from paceline.drafter.kv import KvGone, KvNotShared
+from paceline.kernels import QueryBlock, plan_trees
 from paceline.kernels.caches import from_rows
+from paceline.kv.segment import HEADER_BYTES
+from paceline.service.exchange import request_files
+from paceline.v1 import kv_pb2
 from paceline.verifier.kv.base import open_segments
+from paceline.verifier.kv.segment import Segment
 from paceline.verifier.rpc import kv_exchange
 
-PROMPT = [3, 1, 4, 1, 5]
 FIELDS: dict[str, Any] = {"max_new_tokens": 60, "ignore_eos": True}
+
+
+def outputs(
+    folder: Path, tokens: list[int], layers: tuple[int, ...], kv: str = "auto"
+) -> torch.Tensor:
+    """Outputs of layers for a text, one token at a time, side by side."""
+    decoder = load_decoder(folder, kv_cache_dtype=kv, numerics="auto")  # as it is served
+    cache = LocalCache(decoder.config)
+    cache.reserve(len(tokens))
+    rows = []
+    for position, token in enumerate(tokens):
+        plan = plan_trees([QueryBlock(0, position, None, 1)])
+        found = decoder.forward(torch.tensor([token]), plan, [cache], logit_rows=None, taps=layers)
+        rows.append(torch.cat(found.taps, dim=1))
+        cache.commit([0])
+    return torch.cat(rows)
+
+
+async def test_only_requested_layers_are_kept(client: Client) -> None:
+    plain = await client.create(PROMPT)
+    tapped = await client.create(PROMPT, drafter=await client.reader(1))
+    narrow = await client.create(PROMPT, drafter=await client.reader(1, window=16))
+    sizes = [cache.sequence.kv.file_bytes for cache in client.service.store]
+    hidden = 48 * 4  # bytes of a row
+    assert sizes[1] - sizes[0] == cache_slots(client) * hidden
+    assert sizes[2] - sizes[0] == (256 + 512) * hidden
+    for created, layers in ((plain, (0,)), (tapped, (0,)), (narrow, (0, 1))):
+        with pytest.raises(KvNotShared, match="but the cache keeps those of"):
+            await mapping_states(client, created, *layers)
+
+
+def cache_slots(client: Client) -> int:
+    (first, *_) = client.service.store
+    return first.sequence.kv.capacity
+
+
+@pytest.mark.parametrize(
+    ("window", "parent", "reused"),
+    [
+        (0, ((0, 1), 0), 290),  # it has them all
+        (0, ((1,), 0), 0),  # not this layer
+        (0, None, 0),
+        (40, None, 250),  # the last 40 are computed again
+        (40, ((1,), 40), 250),
+        (40, ((0,), 40), 290),
+    ],
+)
+async def test_a_fork_has_hidden_states(
+    client: Client, model: Path, window: int, parent: tuple[tuple[int, ...], int] | None,
+    reused: int,
+) -> None:  # fmt: skip
+    """Copied from the parent if it has them, else computed."""
+    prompt = [random.Random(4).randrange(1, 61) for _ in range(300)]
+    name = "none" if parent is None else await client.reader(*parent[0], window=parent[1])
+    older = await client.create(prompt, drafter=name)
+    text = [*prompt[:290], 7, 8, 9]
+    fork = await client.create(
+        text, parent_handle=older.handle, drafter=await client.reader(0, window=window)
+    )
+    assert fork.reused_tokens == reused
+    states = await mapping_states(client, fork, 0, window=window)
+    first, rows = states.read(0, len(text))
+    assert first == (len(text) - window if window else 0)
+    assert torch.equal(rows, outputs(model, text, (0,))[first:])
+    states.close()
+
+
+async def test_a_fork_claims_no_states_that_its_parent_lacks(client: Client) -> None:
+    """What is computed again is not copied: a parent of the newest positions has no rows before
+    them, and one whose rows wrap around has others in their place."""
+    prompt = [random.Random(5).randrange(1, 61) for _ in range(1200)]
+    reader = await client.reader(0, window=40)
+    older = await client.create(prompt[:1100], drafter=reader)
+    newer = await client.create(prompt, parent_handle=older.handle, drafter=reader)
+    for parent, shared in ((older, 300), (newer, 1075)):
+        text = [*prompt[:shared], 7, 8, 9]
+        fork = await client.create(text, parent_handle=parent.handle, drafter=reader)
+        assert fork.reused_tokens == shared - 40
+        taps = list(client.service.store)[-1].sequence.kv.taps
+        assert taps is not None
+        assert taps.first == shared - 40
+
+
+async def test_overwritten_rows_are_dropped(client: Client) -> None:
+    created = await client.create(PROMPT, drafter=await client.reader(0, window=16))
+    states = await mapping_states(client, created, 0, window=16)
+    (cache,) = client.service.store
+    segment = cache.sequence.kv
+    assert segment.taps is not None
+    assert states.read(0, 5)[0] == 0
+    segment.header.commit(700)  # as if the text had grown meanwhile
+    first, rows = states.read(0, 5)
+    assert (first, len(rows)) == (5, 0)
+    first, rows = states.read(0, 700)
+    assert (first, len(rows)) == (684, 16)
+    segment.header.commit(len(PROMPT))
+    states.close()
 
 
 @pytest.mark.parametrize(
@@ -31,17 +138,15 @@ FIELDS: dict[str, Any] = {"max_new_tokens": 60, "ignore_eos": True}
     ],
 )
 async def test_readers_have_what_the_verifier_committed(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str,
-    window: int, message_bytes: int,
+    serve: Serve, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, name: str, window: int,
+    message_bytes: int,
 ) -> None:  # fmt: skip
     """KV and hidden states, mapped and followed, bit for bit after every round: with rejected
     nodes, moved paths, plain steps, changes of the budget, and past one reservation. The tokens are
     those without readers."""
     monkeypatch.setattr(kv_exchange, "MESSAGE_BYTES", message_bytes)
     kv = "int8" if name == "int8 KV" else "auto"
-    async with serving(
-        models[name], tmp_path / "v.sock", kv_bytes=1 << 28, kv_cache_dtype=kv
-    ) as client:
+    async with serve(name, kv_cache_dtype=kv) as client:
         prompt = [random.Random(1).randrange(1, 61) for _ in range(230)]
         truth = await client.generate(prompt, None, **FIELDS)
         drafter = await client.reader(1, 0, window=window)
@@ -94,10 +199,10 @@ async def test_readers_have_what_the_verifier_committed(
         await until(lambda: not cache.sequence.listeners)
 
 
-async def test_a_mapping_does_not_delay_a_release(model: Path, tmp_path: Path) -> None:
+async def test_a_mapping_does_not_delay_a_release(serve: Serve) -> None:
     """Room for one cache: it is released, accounted and admitted anew under ten mappings."""
     need = 3 << 17
-    async with serving(model, tmp_path / "v.sock", kv_bytes=need, prefix_caching=False) as client:
+    async with serve(kv_bytes=need, prefix_caching=False) as client:
         mapped = []
         for _ in range(10):
             created = await client.create(PROMPT, max_new_tokens=300)
@@ -112,3 +217,76 @@ async def test_a_mapping_does_not_delay_a_release(model: Path, tmp_path: Path) -
                 kv.check()
             assert kv.layer(0)[0][:, : kv.committed].isfinite().all()
             kv.close()
+
+
+async def map_cache(client: Client, read_grant: bytes) -> bytes | None:
+    """The content of the segment that a read grant gives; None: it gives none."""
+    files = await asyncio.to_thread(request_files, client.socket_path, read_grant, 60.0)
+    if not files:
+        return None
+    (file,) = files
+    with os.fdopen(file, "rb") as opened:
+        return os.pread(opened.fileno(), os.fstat(file).st_size, 0)
+
+
+def epoch(file: bytes) -> int:
+    (found,) = struct.unpack_from("=Q", file, 8)
+    assert isinstance(found, int)
+    return found
+
+
+async def test_the_header_leads_to_every_element(client: Client) -> None:
+    """It has the layout, the committed length and the generation."""
+    created = await client.create(PROMPT)
+    (cache,) = client.service.store
+    file = await map_cache(client, created.read_grant)
+    assert file is not None
+    assert file[:8] == struct.pack("=Q", int.from_bytes(b"PACEKV\0\3", "big"))
+    assert struct.unpack_from("=2Q", file, 8) == (created.epoch, len(PROMPT))
+    (size,) = struct.unpack_from("=Q", file, 24)
+    layout = kv_pb2.SegmentLayout.FromString(file[32 : 32 + size])
+    assert layout.dtype == kv_pb2.KV_DTYPE_FLOAT32
+    assert not layout.HasField("pages")
+    shape = (layout.layers, 2, layout.heads, layout.capacity, layout.head_dim)
+    numbers = torch.frombuffer(bytearray(file[4096:]), dtype=torch.float32)
+    stored = numbers[: math.prod(shape)].view(shape)
+    for layer in range(LAYOUT.layers):
+        for kind, theirs in enumerate(cache.sequence.kv.layer(layer)):
+            assert stored[layer, kind].shape == theirs.shape
+            ours = stored[layer, kind, :, : len(PROMPT)]
+            assert torch.equal(ours, theirs[:, : len(PROMPT)])
+
+
+async def test_refusals(client: Client) -> None:
+    """And no descriptor stays open."""
+    created, other = await client.create(PROMPT), await client.create(PROMPT)
+    file = await map_cache(client, other.read_grant)
+    assert file is not None
+    assert epoch(file) == other.epoch
+    await client.release(other.handle)
+    before = len(os.listdir("/proc/self/fd"))
+    for grant in (created.handle, other.read_grant, bytes(16)):
+        assert await map_cache(client, grant) is None
+    for _ in range(8):
+        assert await map_cache(client, created.read_grant) is not None
+    await until(lambda: len(os.listdir("/proc/self/fd")) == before)
+
+
+def test_memory_comes_when_reserved(segment: Segment) -> None:
+    def pages() -> int:
+        return os.fstat(segment.file).st_blocks * 512
+
+    size = HEADER_BYTES + 1024 * LAYOUT.token_bytes
+    assert os.fstat(segment.file).st_size == segment.file_bytes == size
+    assert pages() == HEADER_BYTES
+    segment.reserve(1)
+    assert segment.reserved == 256
+    assert pages() == HEADER_BYTES + 256 * LAYOUT.token_bytes
+    segment.kv[..., :256, :] = 1.0
+    assert pages() == HEADER_BYTES + 256 * LAYOUT.token_bytes, (
+        "writing took no memory beyond the reservation"
+    )
+    segment.reserve(300)
+    assert segment.reserved == 512
+    segment.reserve(10_000)
+    assert segment.reserved == segment.capacity == 1024

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from verifier_support import serving, text
+from verifier_support import Serve, text
 
 from paceline.convert import load_decoder, open_model, prepare
 from paceline.cuda.graphs import GraphRunner
@@ -18,7 +18,6 @@ from paceline.kernels import _native
 from paceline.kernels._compile import LEVELS
 from paceline.kv.segment import HEADER_BYTES
 from paceline.v1 import verifier_pb2
-from paceline.verifier import build_service
 from paceline.verifier.kv.base import KvLayout
 from paceline.verifier.kv.pool import PagePool
 from paceline.verifier.options import VerifierOptions
@@ -85,14 +84,10 @@ def test_a_check_leaves_no_page_taken(model: Path) -> None:
 FIELDS = {"max_new_tokens": 40, "ignore_eos": True}
 
 
-async def test_8_bits_take_half_and_move_with_forks(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
+async def test_8_bits_take_half_and_move_with_forks(serve: Serve) -> None:
     sizes, told = {}, {}
     for kv in ("bfloat16", "int8"):
-        async with serving(
-            models["bf16"], tmp_path / "v.sock", kv_bytes=1 << 28, kv_cache_dtype=kv
-        ) as client:
+        async with serve("bf16", kv_cache_dtype=kv) as client:
             parent = await client.create(text(1, 300), **FIELDS)
             (cache,) = client.service.store
             sizes[kv] = cache.sequence.kv.file_bytes - HEADER_BYTES
@@ -114,5 +109,3 @@ def test_what_is_not_supported_is_refused(models: dict[str, Path]) -> None:
         load_decoder(models["bf16"], kv_cache_dtype="int7")
     with pytest.raises(ValueError, match="supported on the CPU; with device 'cuda:0' use auto"):
         load_decoder(models["bf16"], device="cuda:0", kv_cache_dtype="int8")
-    with pytest.raises(ValueError, match="'int8', expected auto: KV in pages"):
-        build_service(models["bf16"], paged_kv=True, kv_cache_dtype="int8")

@@ -3,22 +3,19 @@
 import math
 import os
 import random
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from kv_support import mapping
-from verifier_support import LAYOUT, MEMORY, Clock, serving, text
+from kv_support import check_followed, mapping
+from verifier_support import LAYOUT, MEMORY, Clock, Serve, text
 
 from paceline.cuda import CudaDevice
 from paceline.device import CPU
 from paceline.drafter.kv import KvNotShared
 from paceline.kv.segment import HEADER_BYTES, TAP_AHEAD
 from paceline.tree import TokenTree
-from paceline.v1 import kv_pb2, kv_pb2_grpc
 from paceline.verifier.engine.acceptance import walk
 from paceline.verifier.kv.base import OutOfMemory, TapLayout, Taps
 from paceline.verifier.kv.pool import PAGE_TOKENS, PagedKv, PagePool
@@ -30,27 +27,14 @@ def make_pool(pages: int, sequences: int = 2, hidden: int = 0) -> PagePool:
     return PagePool(layout, CPU, kv_bytes=size, max_sequences=sequences, max_context=1024)
 
 
-@pytest.mark.parametrize("policy", ["streaming", "verified", "chunk_topk", "verified_pages"])
-async def test_followed_is_what_was_written(models: Any, tmp_path: Path, policy: str) -> None:
+@pytest.mark.parametrize("policy", ["streaming", "chunk_topk", "verified_pages"])
+async def test_followed_is_what_was_written(serve: Serve, policy: str) -> None:
     options: dict[str, Any] = {"kv_bytes": 1 << 24, "paged_kv": True}
-    async with serving(models["Llama"], tmp_path / "p.sock", **options) as client:
+    async with serve("Llama", **options) as client:
         created = await client.create(text(1, 300), max_new_tokens=5, ignore_eos=True)
-        stub: Any = kv_pb2_grpc.KvExchangeServiceStub(client.channel)
         with pytest.raises(KvNotShared, match="pages that other processes cannot map"):
             await mapping(client, created, 0)
-        stream = stub.FollowCache()
-        subscribe = kv_pb2.FollowSubscribe(
-            read_grant=created.read_grant, layers=[1], budget=280, policy=policy
-        )
-        await stream.write(kv_pb2.FollowCacheRequest(subscribe=subscribe))
-        await stream.read()
-        update = await stream.read()
-        (chunk,) = update.chunks
-        (cache,) = client.service.store
-        keys, values = cache.sequence.kv.gather(1, torch.tensor(chunk.positions))
-        assert chunk.keys == keys.contiguous().numpy().tobytes()
-        assert chunk.values == values.contiguous().numpy().tobytes()
-        stream.cancel()
+        await check_followed(client, created, 280, policy)
 
 
 def test_the_kv_of_accepted_nodes_is_kept_without_knowing_them() -> None:
@@ -141,6 +125,23 @@ def test_writing_moving_and_copying_are_as_in_shared_memory() -> None:
     pool.check_integrity()
 
 
+def test_whole_pages_are_shared_and_freed_with_their_last_text() -> None:
+    pool = make_pool(pages=8, sequences=3)
+    first, second = PagedKv(pool, 1024), PagedKv(pool, 1024)
+    first.reserve(600)
+    pool.kv[first._pages[2]].fill_(3.0)
+    second.copy_prefix(first, 530, 600)
+    assert pool.free_pages == 4, "two pages are shared, the third is copied"
+    assert second._pages[:2] == first._pages[:2]
+    assert second._pages[2] != first._pages[2]
+    assert (pool.kv[second._pages[2]] == 3.0).all()
+    first.close()
+    assert pool.free_pages == 5
+    second.reserve(1024)
+    second.close()
+    pool.check_integrity()
+
+
 def test_the_file_has_the_page_tables() -> None:
     pool = make_pool(pages=4, hidden=5)
     kv = PagedKv(pool, 768, TapLayout.of(Taps((0,)), pool.layout, 768))
@@ -200,28 +201,21 @@ def test_hidden_states_are_kept_in_pages() -> None:
 GIB = 1 << 30
 
 
-def found_kv_bytes(
-    monkeypatch: pytest.MonkeyPatch, clock: Clock, share: float, free: Callable[[], float], own: int
-) -> int:
-    """Of a GPU of 80 GiB with so much free at the time, and so much of this process. Unit: bytes.
-    Time passes while it is slept."""
-    info, reserved = (lambda device: (int(free() * GIB), 80 * GIB)), (lambda device: own * GIB)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", info)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", reserved)
-
-    def sleep(seconds: float) -> None:
-        clock.now += seconds
-
-    return CudaDevice("cuda").kv_bytes(share, 0, clock=clock, sleep=sleep)
-
-
 @pytest.mark.parametrize("until", [0.0, 3.0, math.inf])
 def test_memory_that_an_earlier_verifier_held_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, until: float
 ) -> None:
-    """A drafter maps it until its connection has ended; a small pool is not taken silently."""
+    """A drafter maps it until its connection has ended; a small pool is not taken silently. Of a
+    GPU of 80 GiB, of which this process holds 16."""
     clock = Clock()
-    found = found_kv_bytes(monkeypatch, clock, 0.8, lambda: 64 if clock.now >= until else 17, 16)
+
+    def sleep(seconds: float) -> None:
+        clock.now += seconds
+
+    free = {True: (64 * GIB, 80 * GIB), False: (17 * GIB, 80 * GIB)}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: free[clock.now >= until])
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 16 * GIB)
+    found = CudaDevice("cuda").kv_bytes(0.8, 0, clock=clock, sleep=sleep)
     if math.isfinite(until):
         assert (found, clock.now, caplog.text) == (48 * GIB, until, "")
     else:

@@ -1,7 +1,6 @@
 """KV of ended texts is taken over by prompts of the same client, and by nobody else."""
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import drafters
@@ -10,38 +9,32 @@ import pytest
 from calls import reason_of, until
 from hypothesis import given
 from hypothesis import strategies as st
-from verifier_support import LAYOUT, MEMORY, Client, serving, text
+from verifier_support import MEMORY, Client, Serve, text
 
-from paceline.device import CPU
 from paceline.text import Text
 from paceline.verifier.engine.job import CachedSequence, Request
 from paceline.verifier.engine.queue import CHUNK_TOKENS, PrefixCache
-from paceline.verifier.kv.pool import PagedKv, PagePool
 from paceline.verifier.kv.segment import Segment
 
+SERVED = {"kv_bytes": 1 << 26, "prefix_caching": True}
 FIELDS: dict[str, Any] = {"max_new_tokens": 30, "ignore_eos": True}
 
 
 @pytest.mark.parametrize("options", [{}, {"paged_kv": True}], ids=["segments", "pages"])
-async def test_turns_of_a_conversation(
-    model: Path, tmp_path: Path, options: dict[str, Any]
-) -> None:
+async def test_turns_of_a_conversation(serve: Serve, options: dict[str, Any]) -> None:
     """A turn reuses the one before, with the tokens of a prefill of everything."""
     turns, prompt = [], text(9, 300)
-    async with serving(model, tmp_path / "f.sock", kv_bytes=1 << 24, **options) as fresh:
+    async with serve(kv_bytes=1 << 24, **options) as fresh:
         for turn in range(3):
             output = await fresh.generate(prompt, None, **FIELDS)
             turns.append((prompt, output))
             prompt = [*prompt, *output, *text(turn, 20)]
     options |= {"kv_bytes": 1 << 24, "prefix_caching": True}
-    async with serving(model, tmp_path / "v.sock", **options) as client:
+    async with serve(**options) as client:
         done = 0
         for prompt, output in turns:
-            created = await client.create(prompt, **FIELDS)
-            assert created.reused_tokens == done
-            got = [*created.first.tokens, *await client.rest(created.handle)]
-            assert got == output
-            await client.release(created.handle)
+            got, _, created = await client.run(prompt, **FIELDS)
+            assert (created.reused_tokens, got) == (done, output)
             done = len(prompt) + len(output) - 1
         await client.service.check_integrity()
         assert len(client.service.engine.prefixes) == 1, "a turn replaces the one it continues"
@@ -50,21 +43,19 @@ async def test_turns_of_a_conversation(
             assert await client.generate(turns[-1][0], draw, **FIELDS) == turns[-1][1], name
 
 
-async def test_hidden_states_outlast_a_turn_without_them(client_reusing: Client) -> None:
+async def test_hidden_states_outlast_a_turn_without_them(client: Client) -> None:
     """A turn that its drafter reads none of continues a text, and does not replace its states."""
-    client, prompt = client_reusing, text(5, 200)
-    reading = {"drafter": await client.reader(0), **FIELDS}
-    for fields, reused in ((reading, 0), (FIELDS, 229), (reading, 229), (FIELDS, 289)):
-        created = await client.create(prompt, **fields)
+    prompt = text(5, 200)
+    reader = await client.reader(0)
+    for drafter, reused in ((reader, 0), ("none", 229), (reader, 229), ("none", 289)):
+        created = await client.create(prompt, drafter=drafter, **FIELDS)
         assert created.reused_tokens == reused
-        output = [*created.first.tokens, *await client.rest(created.handle)]
+        prompt = [*prompt, *created.first.tokens, *await client.rest(created.handle)]
         await client.release(created.handle)
-        prompt = [*prompt, *output]
     assert len(client.service.engine.prefixes) == 2
 
 
-async def test_a_running_text_is_shared(client_reusing: Client) -> None:
-    client = client_reusing
+async def test_a_running_text_is_shared(client: Client) -> None:
     prompt = text(3, 200)
     first = await client.create(prompt, **FIELDS)
     second = await client.create([*prompt[:150], 1], **FIELDS)
@@ -73,8 +64,8 @@ async def test_a_running_text_is_shared(client_reusing: Client) -> None:
     assert first.read_grant != second.read_grant
 
 
-async def test_texts_are_shared_with_the_same_user_only(client_reusing: Client) -> None:
-    client, prompt = client_reusing, text(6, 200)
+async def test_texts_are_shared_with_the_same_user_only(client: Client) -> None:
+    prompt = text(6, 200)
     users = ["", "anna", "bob", "a" * 256]
     for user in users:
         created = await client.create(prompt, user=user, **FIELDS)
@@ -90,21 +81,10 @@ async def test_texts_are_shared_with_the_same_user_only(client_reusing: Client) 
     assert reason_of(refused.value) == "BAD_USER"
 
 
-async def test_hidden_states_are_reused_only_where_they_were_kept(client_reusing: Client) -> None:
-    client, prompt = client_reusing, text(5, 200)
-    taps = {"drafter": await client.reader(0), **FIELDS}
-    await client.generate(prompt, None, **FIELDS)
-    created = await client.create(prompt, **taps)
-    assert created.reused_tokens == 0
-    await client.release(created.handle)
-    again = await client.create(prompt, **taps)
-    assert again.reused_tokens == len(prompt) - 1
-
-
-async def test_memory_of_ended_texts_is_freed_when_needed(model: Path, tmp_path: Path) -> None:
+async def test_memory_of_ended_texts_is_freed_when_needed(serve: Serve) -> None:
     """There is memory for two texts. Each of six different ones gets it, and the newest is kept."""
     options: dict[str, Any] = {"kv_bytes": 1 << 19, "prefix_caching": True}
-    async with serving(model, tmp_path / "v.sock", **options) as client:
+    async with serve(**options) as client:
         memory = client.service.store.memory
         block = 256 * memory.layout.token_bytes
         texts = [text(seed, 300) for seed in range(memory.limit_bytes // block)]
@@ -116,8 +96,7 @@ async def test_memory_of_ended_texts_is_freed_when_needed(model: Path, tmp_path:
         await client.service.check_integrity()
 
 
-async def test_readers_of_an_ended_text_stop(client_reusing: Client) -> None:
-    client = client_reusing
+async def test_readers_of_an_ended_text_stop(client: Client) -> None:
     created = await client.create(text(1, 200), **FIELDS)
     (cache,) = client.service.store
     await client.release(created.handle)
@@ -126,14 +105,14 @@ async def test_readers_of_an_ended_text_stop(client_reusing: Client) -> None:
     assert (segment.closed, segment.header.epoch) == (False, 0)
 
 
-async def test_many_at_once_in_little_memory(model: Path, tmp_path: Path) -> None:
+async def test_many_at_once_in_little_memory(serve: Serve) -> None:
     """Texts that outgrow the memory pre-empt each other; each one ends with its own tokens."""
-    prompts = [text(seed, 100) for seed in range(12)]
+    prompts = [text(seed, 100) for seed in range(8)]
     fields: dict[str, Any] = {"max_new_tokens": 300, "ignore_eos": True}
-    async with serving(model, tmp_path / "f.sock", kv_bytes=1 << 26, lease_seconds=600.0) as fresh:
+    async with serve(kv_bytes=1 << 26, lease_seconds=600.0) as fresh:
         expected = [await fresh.generate(p, None, **fields) for p in prompts]
     options: dict[str, Any] = {"kv_bytes": 5 << 17, "prefix_caching": True, "lease_seconds": 600.0}
-    async with serving(model, tmp_path / "v.sock", **options) as client:
+    async with serve(**options) as client:
         client.service.store.admission.expected_output = 1.0
         texts = await asyncio.gather(*(recovering(client, p, **fields) for p in prompts))
         assert texts == expected
@@ -157,14 +136,6 @@ async def recovering(client: Client, prompt: list[int], **fields: Any) -> list[i
         if handle:
             await client.release(handle)
     return tokens
-
-
-@pytest.fixture
-async def client_reusing(model: Path, tmp_path: Path) -> Any:
-    """A client of a verifier that keeps ended texts."""
-    options: dict[str, Any] = {"kv_bytes": 1 << 26, "prefix_caching": True}
-    async with serving(model, tmp_path / "v.sock", **options) as client:
-        yield client
 
 
 def sequence(owner: str, tokens: list[int]) -> CachedSequence:
@@ -204,23 +175,3 @@ def test_the_longest_prefix_of_the_same_owner(
     prefixes.clear()
     assert not len(prefixes)
     assert not prefixes._found
-
-
-def test_whole_pages_are_shared_and_freed_with_their_last_text() -> None:
-    pool = PagePool(
-        LAYOUT, CPU, kv_bytes=8 * 256 * LAYOUT.token_bytes, max_sequences=3,
-        max_context=1024,
-    )  # fmt: skip
-    first, second = PagedKv(pool, 1024), PagedKv(pool, 1024)
-    first.reserve(600)
-    pool.kv[first._pages[2]].fill_(3.0)
-    second.copy_prefix(first, 530, 600)
-    assert pool.free_pages == 4, "two pages are shared, the third is copied"
-    assert second._pages[:2] == first._pages[:2]
-    assert second._pages[2] != first._pages[2]
-    assert (pool.kv[second._pages[2]] == 3.0).all()
-    first.close()
-    assert pool.free_pages == 5
-    second.reserve(1024)
-    second.close()
-    pool.check_integrity()

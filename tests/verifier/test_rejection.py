@@ -9,22 +9,14 @@ import numpy as np
 import pytest
 import torch
 from chi_square import FALSE_ALARM, p_value
-from verifier_support import VOCAB, Client
+from verifier_support import PROMPT, VOCAB, Client
 
 from paceline.convert import load_decoder
 from paceline.decoder import LocalCache
-from paceline.kernels import (
-    History,
-    Proposal,
-    QueryBlock,
-    SamplingRules,
-    filter_logits,
-    plan_trees,
-)
+from paceline.kernels import History, Proposal, QueryBlock, SamplingRules, filter_logits, plan_trees
 from paceline.tree import TokenTree
 from paceline.v1 import sampling_pb2, tree_pb2
 
-PROMPT = [3, 1, 4, 1, 5]
 CHOICES, SAMPLES, AT_ONCE = 3, 300, 20
 
 
@@ -161,7 +153,6 @@ async def test_malformed_proposals_are_refused(client: Client, change: Any, reas
     assert list(answer.fallbacks) == ["invalid_tree"]
     assert reason in answer.fallback_message
     assert (len(answer.tree.tokens), len(answer.result.tokens)) == (0, 1)
-    await client.release(created.handle)
 
 
 async def test_at_temperature_0_both_modes_are_one(client: Client) -> None:
@@ -172,5 +163,3 @@ async def test_at_temperature_0_both_modes_are_one(client: Client) -> None:
     name = await client.drafter_service.add(lambda *_: TokenTree((1, 2), (-1, -1)))
     (answer,) = await client.steps(created.handle, 1, drafter=name)
     assert answer.checked_nodes == 2
-    for each in (plain, created):
-        await client.release(each.handle)

@@ -1,33 +1,38 @@
-"""The scheduler in a verifier: no token depends on it, and prompts do not hold rounds up."""
+"""The scheduler: no token depends on it, prompts do not hold rounds up, and what steps cost."""
 
 import asyncio
-from collections.abc import Iterator
-from itertools import takewhile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import accumulate, pairwise, takewhile
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import drafters
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from verifier_support import Client, serving, text
+from verifier_support import PROMPT, Client, Serve, text
 
 from paceline.convert import load_decoder
-from paceline.decoder import Decoder
-from paceline.device import CPU, SHAPES
+from paceline.device import SHAPES
 from paceline.kernels import SamplingRules
 from paceline.text import Text
 from paceline.tree import EMPTY, TokenTree
 from paceline.v1 import sampling_pb2, verifier_pb2
 from paceline.verifier.engine.batch import MIN_GRAPH_PROMPT, prompt_room
 from paceline.verifier.engine.drafted import DraftedText, StepOutput
-from paceline.verifier.engine.job import CachedSequence, Decode, Request
-from paceline.verifier.kv.base import KvLayout
-from paceline.verifier.kv.pool import PagePool
-from paceline.verifier.scheduler.costs import CostTable
-from paceline.verifier.scheduler.scheduler import MAX_GAP, MIN_PROMPT, Scheduler
+from paceline.verifier.scheduler.costs import Costs, CostTable, flat_table, profile
+from paceline.verifier.scheduler.scheduler import (
+    MAX_GAP,
+    MIN_PROMPT,
+    Scheduler,
+    load_scheduler,
+    save_scheduler,
+)
 
-PROMPT = [3, 1, 4, 1, 5]
 STEEP = CostTable((1, 2), (1.0, 2.0))
 """A step takes a second a token."""
 FLAT = CostTable((1, 512), (1.0, 1.0))
@@ -43,21 +48,17 @@ async def served_with(client: Client, costs: CostTable) -> None:
 
 
 @pytest.mark.parametrize("costs", [STEEP, FLAT])
-async def test_tokens_are_the_same_whatever_is_cut(
-    costs: CostTable, model: Path, tmp_path: Path
-) -> None:
+async def test_tokens_are_the_same_whatever_is_cut(serve: Serve, costs: CostTable) -> None:
     """Every kind of tree, several sequences at once, all nodes checked and hardly any."""
 
     def fields(seed: int) -> dict[str, Any]:
         sampling = sampling_pb2.SamplingParams(temperature=seed % 2, seed=seed)
         return {"sampling": sampling, "max_new_tokens": 30, "ignore_eos": True}
 
-    async with serving(model, tmp_path / "v.sock", kv_bytes=1 << 28) as client:
+    async with serve() as client:
         plain = [await client.generate(PROMPT, None, **fields(seed)) for seed in range(6)]
         await served_with(client, costs)
-        draws = [
-            drafters.mixed(*drafters.all_of(plain[seed], len(PROMPT)).values()) for seed in range(6)
-        ]
+        draws = [drafters.all_of(text, len(PROMPT))["mixed"] for text in plain]
         scheduled = await asyncio.gather(
             *(client.generate(PROMPT, draws[seed], seed=seed, **fields(seed)) for seed in range(6))
         )
@@ -113,7 +114,6 @@ async def test_drafting_begins_when_plain_steps_are_measured(client: Client) -> 
             before = takewhile(lambda each: not each.tree.tokens, responses)
             assert sum(each.steps for each in before) >= 15
             assert any(each.node_budget for each in responses)
-        await client.release(created.handle)
 
 
 def drawn(confidences: list[float], costs: CostTable) -> list[int]:
@@ -140,31 +140,11 @@ def test_whether_a_sample_is_checked_says_nothing_about_it(
     assert [len(drawn([each], costs)) for each in (0.1, 0.9)] == [0, 1]
 
 
-@pytest.mark.parametrize("rounds", [*range(0, SHAPES[-1] + 1, 7), 2000])
-def test_a_step_of_rounds_and_prompts_is_one_of_a_graph(rounds: int) -> None:
-    room = prompt_room(rounds)
-    assert room >= MIN_GRAPH_PROMPT
-    assert rounds + room <= SHAPES[-1] or room == MIN_GRAPH_PROMPT
-
-
-@pytest.fixture(scope="module")
-def decoder(model: Path) -> Decoder:
-    return load_decoder(model)
-
-
-@pytest.fixture
-def pool(decoder: Decoder) -> Iterator[PagePool]:
-    made = PagePool(
-        KvLayout.of(decoder.config), CPU, kv_bytes=1 << 26, max_sequences=4,
-        max_context=2048,
-    )  # fmt: skip
-    yield made
-    made.close()
-
-
-def sequence(pool: PagePool, length: int) -> CachedSequence:
-    params = Request(Text(tuple(text(length, length)), limit=2000))
-    return CachedSequence(params, pool.allocate(2048, None))
+def test_a_step_of_rounds_and_prompts_is_one_of_a_graph() -> None:
+    for rounds in (*range(SHAPES[-1] + 1), 2000):
+        room = prompt_room(rounds)
+        assert room >= MIN_GRAPH_PROMPT
+        assert rounds + room <= SHAPES[-1] or room == MIN_GRAPH_PROMPT
 
 
 TABLE = CostTable((1, 16, 64, 128), (0.02, 0.03, 0.09, 0.18), per_attended=2e-7)
@@ -198,14 +178,12 @@ def test_pieces_of_prompts_leave_a_step_as_long_as_a_few_plain_ones(
     assert room == 512 or beside + added(room + 1) > limit
 
 
-def test_a_step_with_prompts_that_takes_longer_than_said_makes_the_next_pieces_smaller(
-    decoder: Decoder, pool: PagePool
-) -> None:
+def test_a_step_with_prompts_that_takes_longer_than_said_makes_the_next_pieces_smaller() -> None:
     """For what the table does not know, such as scores of prompts. Where all steps take longer,
     because others keep the machine busy, prompts are not left behind."""
     now = [100.0]
     scheduler = Scheduler(TABLE, 16, clock=lambda: now[0])
-    job = Decode(sequence(pool, 5), credits=1)
+    job = DraftedText(Text(text(5, 5), limit=2000))
 
     def run(prompt: int, slower: float) -> int:
         """Runs a step; returns the room of the next one."""
@@ -221,4 +199,119 @@ def test_a_step_with_prompts_that_takes_longer_than_said_makes_the_next_pieces_s
     assert sizes == sorted(sizes, reverse=True)
     assert usual / 2 < sizes[-1] < usual / 1.3
     assert max(run(usual, 1.0) for _ in range(20)) > 0.9 * usual
-    job.sequence.kv.close()
+
+
+SOME = CostTable((1, 2), (1.0, 1.0))
+
+
+@given(
+    st.lists(st.floats(1e-4, 1), min_size=2, max_size=6), st.integers(1, 500), st.floats(0, 5000)
+)
+def test_costs_rise_with_the_table_and_are_its_own_at_its_points(
+    steps: list[float], tokens: int, context: float
+) -> None:
+    axis = tuple(2**i for i in range(len(steps)))
+    column = list(accumulate(steps))
+    live = Costs(CostTable(axis, tuple(column), 0.5, 1e-3, 1e-4))
+    for sequences in (1, 3):
+        rest = [sequences * (0.5 + 1e-3 * context) + n * 1e-4 * context for n in axis]
+        assert [live.seconds(sequences, n, context)[0] for n in axis] == pytest.approx(
+            [seconds + more for seconds, more in zip(column, rest, strict=True)]
+        )
+    growth = live.seconds(1, tokens, context, 39)
+    assert all(0 < less <= more + 1e-12 for less, more in pairwise(growth))
+    later = [live.seconds(1, tokens + count, context)[0] for count in range(40)]
+    assert growth == pytest.approx(later), "wherever it begins"
+
+
+def test_tables_are_kept_and_measured_once(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = load_decoder(model)  # before, so that no kernels are compiled there
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def loaded(measure: Any = lambda *_: SOME, *, again: bool = False) -> CostTable:
+        made = load_scheduler(decoder, 2048, 64, again=again, measure=measure)
+        return made.costs.profiled
+
+    with torch.inference_mode():
+        table = loaded(partial(profile, seconds=0.0))
+        (file,) = (tmp_path / "paceline" / "costs").glob("*.json")
+        assert loaded() == table
+        assert loaded(again=True) == SOME
+        for damaged in ("[1]", "{}", '{"table": {"tokens": [1]}, "learnt": null}', "no JSON"):
+            file.write_text(damaged)
+            assert loaded() == SOME, "a damaged file"
+
+
+def test_a_table_measured_on_a_busy_machine_is_measured_again(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    decoder, measured = load_decoder(model), 0
+
+    def count(*_: object) -> CostTable:
+        nonlocal measured
+        measured += 1
+        return SOME
+
+    scales = []
+    for learnt in (0.9, 0.5, 1.0):  # of the table, as one process after the other finds it
+        scheduler = load_scheduler(decoder, 2048, 64, measure=count)
+        scales.append(scheduler.costs.scale)
+        scheduler.costs.scale = learnt
+        save_scheduler(scheduler, decoder)
+    assert scales == [1.0, 0.9, 1.0]
+    assert measured == 2
+
+
+def test_of_several_that_start_at_a_time_one_measures(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    decoder, measured = load_decoder(model), []
+    began = Barrier(3)
+
+    def one(*_: object) -> CostTable:
+        measured.append(SOME)
+        return SOME
+
+    def load(_: int) -> CostTable:
+        began.wait()
+        return load_scheduler(decoder, 2048, 64, measure=one).costs.profiled
+
+    with ThreadPoolExecutor(3) as pool:
+        tables = list(pool.map(load, range(3)))
+    assert tables == [SOME] * 3
+    assert len(measured) == 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "seconds"), [((1,), (1.0,)), ((2, 1), (1.0, 1.0)), ((1, 2), (1.0, 0.0))]
+)
+def test_bad_tables(tokens: tuple[int, ...], seconds: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        CostTable(tokens, seconds)
+
+
+@pytest.mark.parametrize(
+    ("ran", "asked", "truth"),
+    [
+        ((1, 8, 32), (1, 8, 32), lambda tokens: 0.0004 * (1 + tokens / 16)),
+        # Of a GPU: beyond 256 tokens they take another time for each further one.
+        ((64, 256, 384, 512), (64, 256, 288, 448), lambda n: 0.01 + max(0, n - 256) * 0.0001),
+    ],
+)
+def test_a_table_is_corrected_as_steps_run(
+    ran: tuple[int, ...], asked: tuple[int, ...], truth: Callable[[int], float]
+) -> None:
+    """A flat one takes on the scale and the shape of what is measured, up to the largest graph."""
+    live = Costs(flat_table())
+    assert set(SHAPES) <= set(live.profiled.tokens)
+    for number in range(3000):
+        tokens = ran[number % len(ran)]
+        live.observe(1, tokens, 100.0, truth(tokens))
+        if number > 100:
+            live.observe(1, tokens, 100.0, 1.0)  # of a machine that stood still
+    for tokens in asked:
+        assert live.seconds(1, tokens, 100.0) == pytest.approx([truth(tokens)], rel=0.1)

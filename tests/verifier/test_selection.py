@@ -1,6 +1,7 @@
 """Selection policies: scores from verification, and the positions that are selected by them."""
 
 import random
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kv_support import caught_up, following, rounds
 from torch import Tensor
-from verifier_support import serving
+from verifier_support import Serve
 
 from paceline.convert import load_decoder
 from paceline.drafter.kv import KvOptions
@@ -49,8 +50,13 @@ def observer_of(policy: str, segment: Segment, layers: tuple[int, ...] = (0, 1))
     return observer
 
 
-@pytest.mark.parametrize("policy", SCORED)
-@pytest.mark.parametrize("family", ["Llama", "Mistral", "bf16", "int8 KV"])
+@pytest.mark.parametrize(
+    ("family", "policy"),
+    [
+        *(("Llama", policy) for policy in SCORED),
+        *product(("Mistral", "bf16", "int8 KV"), ("chunk_topk", "verified_pages")),
+    ],
+)
 def test_scores_are_right_and_observers_change_nothing(
     models: dict[str, Path], family: str, policy: str
 ) -> None:
@@ -217,12 +223,12 @@ def test_page_bounds_hold() -> None:
     assert (bounds.scores(q) >= exact - 1e-4).all()
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", POLICIES[:2])
 async def test_drafters_get_the_selected_positions(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
     """Two followers and a sparse view of one cache; observers are removed with them."""
-    async with serving(models["Llama"], tmp_path / "v.sock", kv_bytes=1 << 28) as client:
+    async with serve("Llama") as client:
         prompt = [random.Random(1).randrange(1, 61) for _ in range(200)]
         fields = {"max_new_tokens": 40, "ignore_eos": True}
         truth = await client.generate(prompt, None, **fields)
@@ -271,16 +277,15 @@ async def test_drafters_get_the_selected_positions(
         await until(lambda: not cache.sequence.observers)
         await exchange.close()
         await other_exchange.close()
-        await client.release(created.handle)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 async def test_scores_begin_with_the_prompt(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
     """Before any round, a drafter that announced its policy gets positions by attention."""
     prompt = [random.Random(1).randrange(1, 61) for _ in range(600)]
-    async with serving(models["Llama"], tmp_path / "v.sock", kv_bytes=1 << 28) as client:
+    async with serve("Llama") as client:
         plain = await client.create(prompt, max_new_tokens=9)
         scored = {(policy, (0, -1)), (policy, (99,)), ("unknown", (0,))}
         monkeypatch.setattr(client.service.exchange, "scored", lambda drafter: scored)

@@ -4,7 +4,6 @@ import asyncio
 import errno
 import os
 import random
-from pathlib import Path
 from typing import Any
 
 import drafters
@@ -12,7 +11,7 @@ import grpc
 import pytest
 from calls import details_of, failure, reason_of, until
 from google.rpc import error_details_pb2
-from verifier_support import LAYOUT, Client, Clock, paused_engine, serving
+from verifier_support import LAYOUT, PROMPT, Client, Clock, Serve, paused_engine
 
 from paceline.service.metrics import new_registry
 from paceline.text import Text
@@ -25,14 +24,19 @@ from paceline.verifier.kv.segment import Segment, SegmentMemory
 from paceline.verifier.store import CacheNotFound, CacheStore, StoreFull
 
 
-async def free(sequence: CachedSequence) -> None:
-    sequence.kv.close()
+def new_store(
+    clock: Clock, gate: asyncio.Event | None = None, kv_bytes: int = 1 << 24, max_sequences: int = 4
+) -> CacheStore:
+    """A store of caches that are freed once the gate is set, if there is one."""
 
+    async def free(sequence: CachedSequence) -> None:
+        if gate is not None:
+            await gate.wait()
+        sequence.kv.close()
 
-def new_store(clock: Clock, **options: Any) -> CacheStore:
-    memory = SegmentMemory(LAYOUT, options.pop("kv_bytes", 1 << 24))
-    settings: dict[str, Any] = {"max_sequences": 4, "lease_seconds": 10.0}
-    return CacheStore(memory, free, clock=clock, **(settings | options))
+    memory = SegmentMemory(LAYOUT, kv_bytes)
+    options: dict[str, Any] = {"max_sequences": max_sequences, "lease_seconds": 10.0}
+    return CacheStore(memory, free, clock=clock, **options)
 
 
 async def test_leases_expire() -> None:
@@ -47,7 +51,10 @@ async def test_leases_expire() -> None:
         with pytest.raises(CacheNotFound):
             store.find(gone.handle, "me")
     store.check_integrity()
+    assert store.find_granted(caches[1].read_grant) is caches[1]
     clock.now = 16.0
+    with pytest.raises(CacheNotFound):
+        store.find_granted(caches[1].read_grant)  # before the sweep
     assert await store.sweep() == 1
     assert (len(store), store.memory.used_bytes) == (0, 0)
     store.check_integrity()
@@ -55,15 +62,8 @@ async def test_leases_expire() -> None:
 
 async def test_a_lease_that_was_renewed_while_another_cache_is_freed() -> None:
     """Is looked at again: its cache stays."""
-    clock = Clock()
-    gate = asyncio.Event()
-
-    async def slow(sequence: CachedSequence) -> None:
-        await gate.wait()
-        sequence.kv.close()
-
-    memory = SegmentMemory(LAYOUT, 1 << 24)
-    store = CacheStore(memory, slow, max_sequences=4, lease_seconds=10.0, clock=clock)
+    clock, gate = Clock(), asyncio.Event()
+    store = new_store(clock, gate)
     first, second, third = [await store.admit(Request(Text((1,), limit=9)), "me") for _ in range(3)]
     clock.now = 10.0
     sweeping = asyncio.create_task(store.sweep())
@@ -116,14 +116,8 @@ async def test_released_generations_are_admitted_before_new_ones() -> None:
 
 
 async def test_a_cancelled_release_frees_the_memory() -> None:
-    slow = asyncio.Event()
-
-    async def later(sequence: CachedSequence) -> None:
-        await slow.wait()
-        sequence.kv.close()
-
-    memory = SegmentMemory(LAYOUT, 1 << 24)
-    store = CacheStore(memory, later, max_sequences=4, lease_seconds=9.0)
+    gate = asyncio.Event()
+    store = new_store(Clock(), gate)
     cache = await store.admit(Request(Text((1,), limit=9)), "me")
     releasing = asyncio.create_task(store.release(cache))
     await asyncio.sleep(0)
@@ -132,7 +126,7 @@ async def test_a_cancelled_release_frees_the_memory() -> None:
     with pytest.raises(CacheNotFound):
         store.find(cache.handle, "me")
     assert len(store) == 1
-    slow.set()
+    gate.set()
     await store.wait_released()
     assert (len(store), store.memory.used_bytes, open_segments()) == (0, 0, set())
 
@@ -166,14 +160,9 @@ async def test_the_integrity_check_sees_damage(segment: Segment) -> None:
     store.check_integrity()
 
 
-PROMPT = [3, 1, 4, 1, 5]
-
-
-async def test_a_lease_lasts_through_a_long_prefill(model: Path, tmp_path: Path) -> None:
+async def test_a_lease_lasts_through_a_long_prefill(serve: Serve) -> None:
     clock = Clock()
-    async with serving(
-        model, tmp_path / "v.sock", kv_bytes=1 << 28, prefill_token_limit=256, clock=clock
-    ) as client:
+    async with serve(prefill_token_limit=256, clock=clock) as client:
         for steps in (1, 3):
             with paused_engine(after=steps) as paused:
                 creating = asyncio.create_task(client.create([1] * 1500))
@@ -208,7 +197,6 @@ async def test_no_shared_memory_left(client: Client, monkeypatch: pytest.MonkeyP
     assert len(PROMPT) + len(tokens) == 257, "up to the last slot that was reserved"
     monkeypatch.setattr(os, "posix_fallocate", real)
     assert [*tokens, *await client.rest(created.handle, len(tokens))] == plain
-    await client.release(created.handle)
 
 
 async def test_caches_that_cannot_grow_are_preempted_youngest_first(
@@ -229,10 +217,9 @@ async def test_caches_that_cannot_grow_are_preempted_youngest_first(
         assert await client.refusal(caches[0].handle) == full_up
         assert await client.refusal(cache.handle) == gone
     assert len(await client.rest(caches[0].handle)) == 299
-    await client.release(caches[0].handle)
 
 
-async def test_requests_that_wait_for_memory_are_counted(model: Path, tmp_path: Path) -> None:
+async def test_requests_that_wait_for_memory_are_counted(serve: Serve) -> None:
     registry = new_registry()
 
     def waiting() -> float:
@@ -240,7 +227,7 @@ async def test_requests_that_wait_for_memory_are_counted(model: Path, tmp_path: 
         return sum(each.value for each in samples if each.name == "specdec_num_requests_waiting")
 
     options: dict[str, Any] = {"kv_bytes": 1 << 28, "max_sequences": 1, "metrics": registry}
-    async with serving(model, tmp_path / "v.sock", **options) as client:
+    async with serve(**options) as client:
         first = await client.create(PROMPT)
         second = asyncio.create_task(client.create(PROMPT))
         await until(lambda: waiting() == 1)

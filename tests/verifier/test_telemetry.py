@@ -1,6 +1,7 @@
 """Which rounds of a generation have spans, and how many series there are."""
 
 from argparse import ArgumentTypeError
+from collections.abc import Iterable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -46,20 +47,22 @@ def test_the_first_rounds_and_then_one_in_so_many(rounds: str, traced: list[int]
     assert [n for n in range(20) if text.report(StepOutput([2]), step).traced] == traced
 
 
-def test_a_span_that_is_made_later_is_the_parent_that_was_told() -> None:
+def spans_of(report: StepReport) -> dict[str, Any]:
+    """Spans of a round, by name."""
     provider, exporter = TracerProvider(), InMemorySpanExporter()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
+    add_round(provider.get_tracer("test"), report, TracedRounds(PARENT), {})
+    return {span.name: span for span in exporter.get_finished_spans()}
+
+
+def test_a_span_that_is_made_later_is_the_parent_that_was_told() -> None:
     named = child_traceparent(PARENT)
     call = DraftCall(named, 1.0, 2.0, "lm", "socket", "map", NoDraft.LATE)
-    report = replace(drafted(()), draft=None, call=call)
-    add_round(provider.get_tracer("test"), report, TracedRounds(PARENT), {})
-    spans = {span.name: span for span in exporter.get_finished_spans()}
-    told = [
-        f"{spans['specdec.draft'].context.trace_id:032x}",
-        f"{spans['specdec.draft'].context.span_id:016x}",
-    ]
+    spans = spans_of(replace(drafted(()), draft=None, call=call))
+    draft = spans["specdec.draft"]
+    told = [f"{draft.context.trace_id:032x}", f"{draft.context.span_id:016x}"]
     assert named.split("-")[1:3] == told
-    assert spans["specdec.draft"].attributes[Attribute.NO_DRAFT] == "late"
+    assert draft.attributes[Attribute.NO_DRAFT] == "late"
     for name in ("specdec.draft", "specdec.verify"):
         assert spans[name].parent.span_id == spans["specdec.round"].context.span_id
 
@@ -78,6 +81,17 @@ def drafted(sources: tuple[str, ...]) -> StepReport:
     return StepReport(output, 0, 2, [0], sources[:2], draft)
 
 
+def counted(reports: Iterable[StepReport]) -> CollectorRegistry:
+    """The metrics of steps."""
+    registry = CollectorRegistry()
+    model: Any = GetModelResponse(name="m")
+    nothing: Any = SimpleNamespace(request=None, device="cpu")
+    metrics = VerifierMetrics(registry, model, nothing, nothing, nothing, list)
+    for report in reports:
+        metrics.answered(nothing, report)
+    return registry
+
+
 @pytest.mark.parametrize(
     ("sources", "expected"),
     [
@@ -89,21 +103,13 @@ def drafted(sources: tuple[str, ...]) -> StepReport:
 def test_metrics_and_spans_say_what_each_source_added(
     sources: tuple[str, ...], expected: dict[str, tuple[int, int, int]]
 ) -> None:
-    registry = CollectorRegistry()
-    model: Any = GetModelResponse(name="m")
-    nothing: Any = SimpleNamespace(request=None, device="cpu")
-    metrics = VerifierMetrics(registry, model, nothing, nothing, nothing, list)
-    metrics.answered(nothing, drafted(sources))
+    registry = counted([drafted(sources)])
     for source, counts in expected.items():
         for stage, count in zip(("drafted", "checked", "accepted"), counts, strict=True):
             labels = {"model_name": "m", "source": source, "stage": stage}
             assert registry.get_sample_value("specdec_source_tokens_total", labels) == count
 
-    provider, exporter = TracerProvider(), InMemorySpanExporter()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    add_round(provider.get_tracer("test"), drafted(sources), TracedRounds(PARENT), {})
-    named = {span.name: dict(span.attributes or {}) for span in exporter.get_finished_spans()}
-    facts = named["specdec.round"]
+    facts = spans_of(drafted(sources))["specdec.round"].attributes
     found = zip(
         facts[Attribute.SOURCES],
         facts[Attribute.SOURCES_DRAFTED],
@@ -122,14 +128,10 @@ def test_other_words_name_no_rounds(text: str) -> None:
 
 
 def test_a_service_with_many_versions_does_not_fill_the_memory_with_series() -> None:
-    registry = CollectorRegistry()
-    model: Any = GetModelResponse(name="m")
-    nothing: Any = SimpleNamespace(request=None, device="cpu")
-    metrics = VerifierMetrics(registry, model, nothing, nothing, nothing, list)
-    for version in range(200):
-        drafter = DrafterVersion("lm", str(version), "lm")
-        late = StepReport(StepOutput([1]), 0, 1, no_draft=NoDraft.LATE, drafter=drafter)
-        metrics.answered(nothing, late)
+    drafters = (DrafterVersion("lm", str(version), "lm") for version in range(200))
+    registry = counted(
+        StepReport(StepOutput([1]), 0, 1, no_draft=NoDraft.LATE, drafter=each) for each in drafters
+    )
     rounds = next(family for family in registry.collect() if family.name == "specdec_rounds")
     versions = {sample.labels["version"] for sample in rounds.samples}
     assert "199" in versions

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import random
+import string
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator
@@ -17,6 +18,7 @@ import tiny_models
 import torch
 from calls import reason_of
 from fakes.exchange import Drafter, DrafterService
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from paceline.decoder import Decoder
 from paceline.service import ServerOptions, run_server
@@ -28,6 +30,7 @@ from paceline.verifier.kv.segment import SegmentMemory
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 VOCAB = 61
+PROMPT = [3, 1, 4, 1, 5]
 LAYOUT = KvLayout(layers=2, kv_heads=3, head_dim=8, dtype=torch.float32)
 MEMORY = SegmentMemory(LAYOUT, 1 << 30)
 CONTEXT = 2048
@@ -47,6 +50,26 @@ def make_model(folder: Path, family: str, **changes: Any) -> Path:
         "tie_word_embeddings": family == "Qwen3", "eos_token_id": 0, "bos_token_id": 1,
     }  # fmt: skip
     return tiny_models.make_model(folder, family, **shape | changes)
+
+
+Serve = Callable[..., contextlib.AbstractAsyncContextManager["Client"]]
+"""Starts a verifier of the Llama, or of the model that is named first, with options."""
+
+
+def tokenizer() -> Tokenizer:
+    """The end, then one token a character: what JSON needs, and more."""
+    characters = dict.fromkeys('{}[]":, ' + string.digits + string.ascii_lowercase + "ABCDEFGH-+.")
+    vocabulary = {"<end>": 0, **{c: i for i, c in enumerate(characters, 1)}}
+    space = vocabulary.pop(" ")
+    built = Tokenizer(models.BPE(vocab={**vocabulary, "\u0120": space}, merges=[]))
+    built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    built.decoder = decoders.ByteLevel()
+    built.add_special_tokens(["<end>"])
+    assert built.get_vocab_size() <= VOCAB
+    return built
+
+
+TOKENIZER = tokenizer()
 
 
 class Clock:
@@ -71,26 +94,25 @@ class Client:
 
     async def create(self, prompt: list[int], **fields: Any) -> verifier_pb2.CacheCreated:
         """Create a cache and read its stream to the end."""
-        created, _ = await self.create_watched(prompt, **fields)
-        return created
-
-    async def create_watched(self, prompt: list[int], **fields: Any) -> tuple[Any, list[Any]]:
-        """The same, with the progress messages."""
         request = verifier_pb2.CreateCacheRequest(prompt_tokens=prompt, **fields)
-        progress, created = [], None
-        async for message in self.stub.CreateCache(request):
-            assert created is None, "created comes last"
-            if message.WhichOneof("event") == "progress":
-                progress.append(message.progress)
-            else:
-                created = message.created
-        assert created is not None
-        return created, progress
+        *progress, last = [message async for message in self.stub.CreateCache(request)]
+        assert not any(each.HasField("created") for each in progress), "created comes last"
+        return last.created
+
+    async def run(
+        self, prompt: list[int], drafter: str | None = "none", **fields: Any
+    ) -> tuple[list[int], list[Any], verifier_pb2.CacheCreated]:
+        """Tokens and rounds of a whole generation, and what was said of its cache."""
+        names = ("isolated", "max_nodes", "always_draft")
+        begin = {name: fields.pop(name) for name in names if name in fields}
+        created = await self.create(prompt, drafter=drafter, **fields)
+        rounds = await self.responses(created.handle, drafter=drafter, **begin)
+        await self.release(created.handle)
+        return [*created.first.tokens, *tokens_of(rounds)], rounds, created
 
     async def generate(
-        self, prompt: list[int], drafter: Drafter | None, *, seed: int = 0, release: bool = True,
-        **fields: Any,
-    ) -> list[int]:  # fmt: skip
+        self, prompt: list[int], drafter: Drafter | None, *, seed: int = 0, **fields: Any
+    ) -> list[int]:
         """Emitted tokens of a whole generation, drafted for by ``drafter`` in every step."""
         name = "none" if drafter is None else await self.drafter_service.add(drafter, seed)
         created = await self.create(prompt, drafter=name, **fields)
@@ -104,8 +126,7 @@ class Client:
                 assert result.committed_length == len(prompt) + len(tokens) - 1
         if drafter is not None:
             self.drafter_service.remove(name)
-        if release:
-            await self.release(created.handle)
+        await self.release(created.handle)
         return tokens
 
     async def begin(
@@ -165,12 +186,9 @@ class Client:
         """Announce a drafter that reads hidden states; returns its name."""
         name = f"reads {layers} {window}"
         info = drafter_pb2.DrafterInfo(
-            name=name,
-            version="1",
-            traffic_share=1.0,
-            hidden_state_layers=layers,
+            name=name, version="1", traffic_share=1.0, hidden_state_layers=layers,
             hidden_state_window=window,
-        )
+        )  # fmt: skip
         service = self.drafter_service
         await service.joining()
         await service.update([info, *(each for each in service.infos if each.name != name)])
@@ -212,6 +230,7 @@ class RoundCall:
     def __init__(self, call: Any) -> None:
         self.call = call
         self.rounds: deque[Any] = deque()
+        self.read_rounds: list[Any] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.call, name)
@@ -223,7 +242,13 @@ class RoundCall:
             if message is grpc.aio.EOF:
                 return message
             self.rounds.extend(message.rounds)
-        return self.rounds.popleft()
+        self.read_rounds.append(self.rounds.popleft())
+        return self.read_rounds[-1]
+
+    async def step(self) -> Any:
+        """The round of one more step."""
+        await self.write(verifier_pb2.GenerateRequest(credits=1))
+        return await self.read()
 
     async def __aiter__(self) -> AsyncGenerator[Any]:
         while (round_ := await self.read()) is not grpc.aio.EOF:
@@ -235,30 +260,19 @@ async def serving(target: Path, socket: Path, **options: Any) -> AsyncIterator[C
     """A verifier on a unix socket in this loop; checked for leaks at the end.
 
     Unless the options say otherwise, it verifies every node, guesses nothing itself, and no prompt
-    reuses the KV of an ended text. It does not collect the garbage of
-    the test process at its start, which takes longer than all the rest.
+    reuses the KV of an ended text. It does not collect the garbage of the test process at its
+    start, which takes longer than all the rest.
     """
-    with patch.object(service_module, "gc", Mock()):
-        async with _served(target, socket, **options) as client:
-            yield client
-
-
-@contextlib.asynccontextmanager
-async def _served(target: Path, socket: Path, **options: Any) -> AsyncIterator[Client]:
-    service = build_service(
-        target, **{"schedule": "off", "prefix_caching": False, "sources": (), **options}
-    )
+    defaults = {"kv_bytes": 1 << 28, "schedule": "off", "prefix_caching": False, "sources": ()}
+    service = build_service(target, **{**defaults, **options})
     stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
+    address = ServerOptions(address=f"unix:{socket}", drain_seconds=0.01)
     server = asyncio.create_task(
-        run_server(
-            service,
-            ServerOptions(address=f"unix:{socket}", drain_seconds=0.01),
-            on_ready=ready.set_result,
-            stop_event=stop,
-        )
+        run_server(service, address, on_ready=ready.set_result, stop_event=stop)
     )
     try:
-        await asyncio.wait([server, ready], return_when=asyncio.FIRST_COMPLETED)
+        with patch.object(service_module, "gc", Mock()):
+            await asyncio.wait([server, ready], return_when=asyncio.FIRST_COMPLETED)
         if server.done():
             server.result()
         address = ready.result()
