@@ -10,8 +10,8 @@ PROTOS := $(wildcard protos/paceline/v1/*.proto)
 
 # Clients and agents for Node that `make clients` tests.
 NODE_CLIENTS := openai@7.57.0 @anthropic-ai/sdk@1.14.0 @anthropic-ai/claude-code@2.1.197 \
-	@openai/codex@0.171.0 opencode-ai@1.18.33 @qwen-code/qwen-code@0.15.10 ai@6.0.326 \
-	@ai-sdk/openai-compatible@2.0.92
+	@openai/codex@0.171.0 opencode-ai@1.18.33 @qwen-code/qwen-code@0.15.10 @continuedev/cli@1.5.47 \
+	ai@6.0.326 @ai-sdk/openai-compatible@2.0.92
 
 # One more package index to take torch from at the first set-up: PyTorch's index of CPU builds, for
 # example, whose torch comes without CUDA's libraries.
@@ -96,6 +96,9 @@ chart: setup
 clients: setup
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt langchain-openai litellm \
 	    anthropic || echo "clients: those for Python are left out: they cannot be installed"
+	test -x .make/clients/aider/bin/aider || { $(BIN)/python -m venv .make/clients/aider && \
+	    .make/clients/aider/bin/pip install --quiet aider-chat==0.86.2; } \
+	    || echo "clients: aider is left out: it cannot be installed"
 	npm install --silent --no-save --prefix .make/clients $(NODE_CLIENTS) \
 	    || echo "clients: those for Node are left out: they cannot be installed"
 	$(BIN)/python -m pytest tests/clients

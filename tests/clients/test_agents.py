@@ -1,7 +1,7 @@
 """Coding agents run a small task to its end: they write a file by the tool that they have for it.
 
-What the model says is scripted, so that these tests are about requests and answers. Agents come
-from npm, where `make clients` installs them, and are left out where that is not possible.
+What the model says is scripted, so that these tests are about requests and answers. `make clients`
+installs them, from npm and the index of Python packages; those that cannot be had are left out.
 """
 
 import asyncio
@@ -20,7 +20,8 @@ from gateway.conftest import serve_gateway
 PACKAGES = Path(__file__).parents[2] / ".make" / "clients"
 PROGRAM = Path(__file__).with_name("agent.mjs")
 TEMPLATE = (
-    "{% for t in tools or () %}[tool {{ t.function.name }}]{% endfor %}"
+    "{% for t in tools or () %}[tool {{ t.function.name }}"
+    "{% for p in t.function.parameters.properties or () %} {{ p }}{% endfor %}]{% endfor %}"
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
     "{% for c in m.tool_calls or () %}{{ c.function | tojson }}{% endfor %}{% endfor %}<assistant>"
 )
@@ -32,21 +33,25 @@ SECONDS = 300  # for an agent's start and its whole task; the machine may be slo
 def script(folder: Path) -> Callable[[str], str]:
     """What the model says to a prompt: a call of a tool that writes, then that it is done."""
     path, shell = str(folder / "ride.txt"), f"printf 'three laps\\n' > {folder / 'ride.txt'}"
-    calls: dict[str, Any] = {
-        "Write": {"file_path": path, "content": TEXT},
-        "write": {"filePath": path, "content": TEXT},
-        "write_file": {"file_path": path, "content": TEXT},
+    values = dict.fromkeys(("file_path", "filePath", "filepath"), path) | {"content": TEXT}
+    writers = ("Write", "write", "write_file")
+    shells: dict[str, Any] = {
         "exec_command": {"cmd": shell},
         "shell_command": {"command": shell},
         "shell": {"command": ["bash", "-c", shell]},
     }
 
     def reply(prompt: str) -> str:
-        tools = re.findall(r"\[tool ([\w-]+)\]", prompt)
-        known = [name for name in calls if name in tools]
-        if not known or "<tool>" in prompt:
+        tools = {
+            name: words.split() for name, words in re.findall(r"\[tool ([\w-]+)(.*?)\]", prompt)
+        }
+        known = [name for name in (*writers, *shells) if name in tools]
+        if "<tool>" in prompt:
             return DONE
-        call = {"name": known[0], "arguments": calls[known[0]]}
+        if not known:  # aider has no tools: files stand in the answer
+            return f"{DONE}\n\nride.txt\n```\n{TEXT}```\n"
+        chosen = {key: values[key] for key in tools[known[0]] if key in values}
+        call = {"name": known[0], "arguments": shells.get(known[0], chosen)}
         return f"I write it.\n<tool_call>\n{json.dumps(call)}\n</tool_call>"
 
     return reply
@@ -105,21 +110,61 @@ AGENTS = [
         ["--auth-type", "openai", "--yolo", "-p", TASK],
         {"OPENAI_BASE_URL": "{url}/v1", "OPENAI_API_KEY": "any", "OPENAI_MODEL": "mock"},
     ),
+    Agent(
+        "cn",
+        "@continuedev/cli",
+        ["--auto", "-p", TASK],
+        {},
+        {
+            ".continue/config.yaml": {
+                "name": "here",
+                "version": "1.0.0",
+                "schema": "v1",
+                "models": [
+                    {
+                        "name": "here",
+                        "provider": "openai",
+                        "model": "mock",
+                        "apiBase": "{url}/v1",
+                        "apiKey": "any",
+                        "capabilities": ["tool_use"],
+                    }
+                ],
+            }
+        },
+    ),
+    Agent(
+        "aider",
+        "aider-chat",
+        [
+            *("--model", "openai/mock", "--openai-api-base", "{url}/v1", "--openai-api-key", "any"),
+            *("--yes-always", "--no-git", "--no-check-update", "--no-show-model-warnings"),
+            *("--analytics-disable", "--message", TASK),
+        ],
+    ),
     Agent("ai", "@ai-sdk/openai-compatible", LIBRARY),
     Agent("anthropic", "@anthropic-ai/sdk", LIBRARY),
 ]
 
 
+def command(agent: Agent) -> list[str]:
+    """The agent's program; skips the test where it is not installed."""
+    node = PACKAGES / "node_modules"
+    program, package = node / ".bin" / agent.name, node / agent.package
+    if agent.name == "aider":
+        program = package = PACKAGES / "aider" / "bin" / "aider"
+    if not package.exists():
+        pytest.skip(f"make clients installs {agent.package}, where it can be had")
+    library = agent.arguments is LIBRARY
+    return ["node", str(PROGRAM), str(PACKAGES), agent.name] if library else [str(program)]
+
+
 @pytest.mark.parametrize("agent", AGENTS, ids=lambda agent: agent.name)
 async def test_an_agent_writes_a_file(agent: Agent, tmp_path: Path) -> None:
-    if not (PACKAGES / "node_modules" / agent.package).is_dir():
-        pytest.skip(f"make clients installs {agent.package}, where npm can")
+    program = command(agent)
     home, folder = tmp_path / "home", tmp_path / "work"
     home.mkdir()
     folder.mkdir()
-    program = [str(PACKAGES / "node_modules" / ".bin" / agent.name)]
-    if agent.arguments is LIBRARY:
-        program = ["node", str(PROGRAM), str(PACKAGES), agent.name]
     async with serve_gateway(MockTransport(script(folder)), chat_template=TEMPLATE) as served:
 
         def told(text: str) -> str:
