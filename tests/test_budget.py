@@ -11,14 +11,14 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 BUDGET = {
-    "kernels": 10_027,
+    "kernels": 10_026,
     "services/common": 17_972,
     "services/verifier": 10_257,
-    "services/drafter": 10_043,
+    "services/drafter": 10_045,
     "client": 17_540,
     "train": 6_020,
     "bench": 6_673,
-    "tests": 49_196,
+    "tests": 49_241,
 }  # maximum number of lines
 SLACK = 0.01  # a folder that is smaller than its budget by a larger share lowers it
 _PRODUCT = ("kernels", "services", "client")

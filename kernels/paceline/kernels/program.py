@@ -23,6 +23,13 @@ if TYPE_CHECKING:
 
 MAX_EXPERTS = 1024
 
+# Kinds of operations; :mod:`paceline.kernels.operations` has how each runs.
+Kind = Enum(
+    "Kind",
+    "EMBED INPUT ADD_NORM MULTIPLY ROTATE ATTEND ATTEND_CONTEXT GATE ADD TAP SELECT CAP ROUTE "
+    "SPREAD COMBINE CONVOLVE DELTA SIGMOID_GATE SCALE",
+)
+
 
 class Matrix(Protocol):
     """A linear layer."""
@@ -58,14 +65,6 @@ class Routing:
     sigmoid: bool = False  # shares are sigmoids of scores, not a softmax over those of all experts
     factor: float = 1.0  # on shares
     min_sum: float = 0.0  # a smaller sum counts as this
-
-
-# Kinds of operations; :mod:`paceline.kernels.operations` has how each runs.
-Kind = Enum(
-    "Kind",
-    "EMBED INPUT ADD_NORM MULTIPLY ROTATE ATTEND ATTEND_CONTEXT GATE ADD TAP SELECT CAP ROUTE "
-    "SPREAD COMBINE CONVOLVE DELTA SIGMOID_GATE SCALE",
-)
 
 
 class Extent(IntEnum):

@@ -134,7 +134,7 @@ class PackedHeads:
 
 
 @dataclass(frozen=True)
-class Heads:
+class MtpHeads:
     """The heads in a folder, whose tensors were checked."""
 
     source: ModelSource
@@ -198,7 +198,7 @@ class Heads:
 class _HeadTensors(Tensors[Weight]):
     """Tensors of heads and their target by the names of DeepSeek-V3, in whatever layout."""
 
-    def __init__(self, stored: Mapping[str, Weight], heads: Heads) -> None:
+    def __init__(self, stored: Mapping[str, Weight], heads: MtpHeads) -> None:
         self._stored, self._heads = stored, heads
         self._names = {}
 
@@ -217,7 +217,7 @@ def head_count(described: Mapping[str, Any]) -> int | None:
     return found[0] if found else None
 
 
-def read_heads(source: ModelSource, weights: str = "auto") -> Heads:
+def read_heads(source: ModelSource, weights: str = "auto") -> MtpHeads:
     """Read what the heads in a target or in a folder of heads alone are, and check their tensors;
     ``weights`` as in :meth:`ModelSource.config`. Raises ``UnsupportedModelError`` if there are no
     heads, others than config.json describes, or a tensor is missing, has another shape or is not
@@ -258,12 +258,12 @@ def read_heads(source: ModelSource, weights: str = "auto") -> Heads:
         if SECTION in described:  # trained beside its target
             window = int(described[SECTION]["shape"]["window"])
     drafted = drafted if drafted != block.vocab_size else 0
-    heads = Heads(source, layout, block, len(found), window, drafted)
+    heads = MtpHeads(source, layout, block, len(found), window, drafted)
     _check_tensors(heads, names)
     return heads
 
 
-def _check_tensors(heads: Heads, names: list[str]) -> None:
+def _check_tensors(heads: MtpHeads, names: list[str]) -> None:
     """Check names and shapes of all tensors of heads, without reading."""
     source, block, layout, layers = heads.source, heads.block, heads.layout, heads.block.layers
     tensors: Any = source.tensors(torch.float32, "cpu")

@@ -13,7 +13,7 @@ from torch import Tensor
 from paceline.convert import open_model
 from paceline.convert.drafters import DRAFT_TOKENS, HF_FIELDS
 from paceline.convert.folder_files import read_object
-from paceline.convert.mtp import DEEPSEEK, FINAL_NORM, Heads
+from paceline.convert.mtp import DEEPSEEK, FINAL_NORM, MtpHeads
 from paceline.decoder import DecoderConfig
 from paceline.drafter.methods.base import SECTION
 from paceline.drafter.methods.checkpoint import CONFIG_FILE, TargetRef, save_drafter
@@ -34,7 +34,7 @@ class MtpConfig(TappedShape):
     block: DecoderConfig | None = field(default=None, kw_only=True)
 
     @classmethod
-    def of(cls, heads: Heads) -> Self:
+    def of(cls, heads: MtpHeads) -> Self:
         """Return the shape of the heads in a folder."""
         block = heads.block
         return cls(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from paceline.convert import ModelSource, open_model, prepare
-from paceline.convert.mtp import Heads, head_count, read_heads
+from paceline.convert.mtp import MtpHeads, head_count, read_heads
 from paceline.decoder import UnsupportedModelError
 from paceline.decoder.layer import (
     DecoderLayer,
@@ -210,7 +210,9 @@ def _load(
     return make(layers, options, fit, size)
 
 
-def _layers(heads: Heads, embedding: TargetEmbedding, bits: int, resources: Resources) -> MtpLayers:
+def _layers(
+    heads: MtpHeads, embedding: TargetEmbedding, bits: int, resources: Resources
+) -> MtpLayers:
     """Build the heads that were read from a folder."""
     block, packed = heads.block, heads.pack(resources.device.torch)
 
