@@ -18,7 +18,7 @@ BUDGET = {
     "client": 17_540,
     "train": 6_020,
     "bench": 6_673,
-    "tests": 49_241,
+    "tests": 49_240,
 }  # maximum number of lines
 SLACK = 0.01  # a folder that is smaller than its budget by a larger share lowers it
 _PRODUCT = ("kernels", "services", "client")

@@ -11,6 +11,7 @@ import torch
 from kv_support import check_followed, mapping
 from verifier_support import LAYOUT, MEMORY, Clock, Serve, text
 
+from paceline.bench.reference import write
 from paceline.cuda import CudaDevice
 from paceline.device import CPU
 from paceline.drafter.kv import KvNotShared
@@ -104,10 +105,7 @@ def test_writing_moving_and_copying_are_as_in_shared_memory() -> None:
         for layer in range(LAYOUT.layers):
             for plane in kv.layer(layer):
                 rows = torch.randn(LAYOUT.kv_heads, 512, LAYOUT.head_dim)
-                if isinstance(plane, torch.Tensor):
-                    plane[:, :512] = rows
-                else:
-                    plane.write(everywhere, rows)
+                write(plane, 0, rows)
         kv.compact([255, 258, 300], 254)
     copy = PagedKv(pool, 512)
     copy.copy_prefix(paged, 300, 512)

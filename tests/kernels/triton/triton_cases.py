@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from paceline.bench.reference import write
 from paceline.cuda.triton.kernels import TritonKernels
 from paceline.kernels import AttentionCall, DeviceKernels, PagedPlane, Probe, QueryBlock, plan_trees
 from paceline.kernels.caches import Plane
@@ -45,7 +46,7 @@ def in_pages(
         pool = torch.full(shape, torch.nan, dtype=planes[0].dtype)
         for row, plane in enumerate(planes, 1):
             found.append(PagedPlane(pool, tables, row, plane.shape[1]))
-            found[-1].write(torch.arange(plane.shape[1]), plane)
+            write(found[-1], 0, plane)
     return paged
 
 
@@ -68,7 +69,7 @@ def in_far_pages(
     table[0, -count:] = torch.arange(first, first + count).flip(0)
     planes = [PagedPlane(pool[:, kind], table, 0, before + slots) for kind in (0, 1)]
     for plane, given in zip(planes, (key, value), strict=True):
-        plane.write(torch.arange(before, before + slots), given)
+        write(plane, before, given)
     return planes[:1], planes[1:]
 
 
