@@ -57,7 +57,7 @@ def test_help_lists_all_commands_and_needs_no_extra() -> None:
     ("words", "advice"),
     [
         ("verifier --target x", "pip install 'paceline[server]'"),
-        ("train target --work x", "pip install 'paceline[train]'"),
+        ("train dspark --work x", "pip install 'paceline[train]'"),
         ("bench", "checkout of the source"),
     ],
 )

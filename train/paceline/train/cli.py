@@ -24,6 +24,8 @@ _ALL_FILES = 1_000_000
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the sub-commands of `paceline train` to `parser`."""
+    import torch  # noqa: F401 -- without it no method has a recipe, and its error names the extra
+
     commands = parser.add_subparsers(dest="train_command", required=True, metavar="MODEL")
     for method, recipe in recipes().items():
         parser = commands.add_parser(method, help=recipe.help)

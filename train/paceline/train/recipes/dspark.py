@@ -108,8 +108,7 @@ class DSparkRecipe(LayerRecipe[DSparkPreset]):
         )  # fmt: skip
         parser.add_argument(
             "--as-paper", action="store_true",
-            help="without the state input of the presets smollm2 and shipped, and with the paper's "
-            "losses",
+            help="no state input, which presets smollm2 and shipped have, and the paper's losses",
         )  # fmt: skip
         parser.add_argument(
             "--losses", type=_losses, metavar="CE,DISTANCE,CONFIDENCE", help="weights of the losses"
