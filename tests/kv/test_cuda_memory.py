@@ -33,7 +33,7 @@ def driver(request: pytest.FixtureRequest) -> Iterator[StubDriver]:
     close_unused()
     assert made.live() == {}
     assert not cuda._OPENED
-    assert files() == before
+    assert files() <= before  # fewer: what others left is collected at any time
 
 
 def files() -> int:

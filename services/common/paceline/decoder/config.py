@@ -114,8 +114,10 @@ class DecoderConfig:
 
     def layer_heads(self, layer: int) -> tuple[int, int, bool]:
         """KV heads and width of heads in tensors of a layer, and whether it projects values."""
+        if not self.stored_heads:
+            return self.kv_heads, self.head_dim, True
         full = self.windows[layer] is None
-        kv, dim = self.stored_heads[2 * (not full) :][:2] or (self.kv_heads, self.head_dim)
+        kv, dim = self.stored_heads[2 * (not full) :][:2]
         return kv, dim, not (full and self.keys_as_values)
 
     @property
