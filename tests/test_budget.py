@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 BUDGET = {
     "kernels": 10_026,
-    "services/common": 17_972,
+    "services/common": 17_974,
     "services/verifier": 10_257,
     "services/drafter": 10_045,
     "client": 17_540,
