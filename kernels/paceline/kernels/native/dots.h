@@ -17,7 +17,7 @@ INLINE float half_to_float(uint16_t half) {
   return half & 0x8000 ? -magnitude : magnitude;
 }
 
-typedef int8_t bvec __attribute__((vector_size(4 * LANES)));
+typedef uint8_t bvec __attribute__((vector_size(4 * LANES)));
 typedef ivec anywhere __attribute__((aligned(1), may_alias)); /* in memory of any type */
 INLINE ivec load_i32(const void *p) { return *(const anywhere *)p; }
 INLINE void store_i32(void *p, ivec x) { *(anywhere *)p = x; }
