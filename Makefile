@@ -174,7 +174,7 @@ drills: setup
 	$(BIN)/paceline bench drills
 
 # Nonsense to every RPC for FUZZ_SECONDS, and FUZZ_REQUESTS to the gateway, from the seed FUZZ_SEED;
-# many sampling parameters, and texts of calls.
+# many sampling parameters, and texts of calls, which take most of an hour.
 FUZZ_SECONDS ?= 300
 FUZZ_REQUESTS ?= 1000000
 FUZZ_SEED ?= 1

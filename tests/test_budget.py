@@ -12,13 +12,13 @@ ROOT = Path(__file__).resolve().parent.parent
 
 BUDGET = {
     "kernels": 10_026,
-    "services/common": 17_974,
+    "services/common": 17_978,
     "services/verifier": 10_257,
     "services/drafter": 10_045,
-    "client": 17_540,
-    "train": 6_021,
-    "bench": 6_673,
-    "tests": 49_240,
+    "client": 17_539,
+    "train": 6_022,
+    "bench": 6_675,
+    "tests": 49_249,
 }  # maximum number of lines
 SLACK = 0.01  # a folder that is smaller than its budget by a larger share lowers it
 _PRODUCT = ("kernels", "services", "client")

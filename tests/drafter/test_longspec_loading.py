@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType as Kind
 from gguf_files import write_gguf
 from safetensors.torch import load_file, save_file
 
-from paceline.convert import prepare, weights_fingerprint
+from paceline.convert import Origin, prepare, weights_fingerprint
 from paceline.decoder import UnsupportedModelError
 from paceline.device import Device
 from paceline.drafter.methods.base import Budget, LoadError, Resources
@@ -255,3 +255,9 @@ def test_tied_weights_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     folder = tmp_path / "drafter"
     found = TargetEmbedding.read(folder, prepare(target), shape, torch.bfloat16, "cpu")
     assert found.head.weight is found.embedding
+
+
+def test_an_origin_is_recognised_before_and_after_it_is_stored() -> None:
+    origin = Origin("a" * 64, (0.1, 0.2))
+    described = asdict(origin)
+    assert Origin.parse(described) == Origin.parse(json.loads(json.dumps(described))) == origin

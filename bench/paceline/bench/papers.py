@@ -213,6 +213,8 @@ def _dspark(bench: Bench) -> None:
     def measure(rejection: bool) -> Samples:
         found, chains = samples(), defaultdict[str, list[Outcomes]](list)
         for name, path in bench.along(bench.prompts(), specs, rejection=rejection):
+            if not path:
+                continue  # the answer ended before a draft
             rounds = [_outcomes(each) for each in path]
             chains[name].append(np.concatenate(rounds))
             mine = found[name]

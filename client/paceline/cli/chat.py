@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from typing import Any
 
 from rich.console import Console
@@ -62,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Converse until the end of the input; fails with code 1 if the services do not start."""
+    import_module("paceline.gateway.channels")  # a missing extra is told before services start
     console = Output()
     if args.model is None:
         refuse_options(args, "without MODEL, for which services are started", ("weights", "load"))

@@ -40,13 +40,10 @@ class AnswerPrinter:
         self._pending = ""  # text that is not printed yet, with its marks
         self._drafted: list[bool] = []  # for each of its characters
         self.text = self.thoughts = ""
-
-    @property
-    def begun(self) -> bool:
-        """Whether something was printed."""
-        return bool(self.text or self.thoughts)
+        self.begun = False  # whether something came
 
     def push(self, chunk: Chunk) -> None:
+        self.begun = True
         for piece, proposer in zip(chunk.pieces, chunk.proposed_by, strict=False):
             self._drafted += [proposer == "drafter"] * len(piece)
         self._pending += chunk.text
@@ -56,7 +53,7 @@ class AnswerPrinter:
     def end(self) -> None:
         """Print what was kept back, and end the line."""
         self._print(self._parts.flush())
-        if self.begun:
+        if self.text or self.thoughts:
             self._console.print()
 
     def _print(self, parts: list[Any]) -> None:

@@ -35,6 +35,9 @@ _COUNTS = {
     "linear_conv_kernel_dim": 1 << 8,
     "conv_L_cache": 1 << 8,
     "block_multiple_of": 1 << 24,
+    "block_ff_dim": 1 << 24,
+    "global_head_dim": 1 << 16,
+    "num_global_key_value_heads": 1 << 16,
 }
 # Counts that may be 0.
 _FROM_NONE = {

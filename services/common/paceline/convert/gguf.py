@@ -154,7 +154,7 @@ class Metadata:
             return [self.count(key, self.q_heads)] * self.layers
         found = self.numbers(key)
         counts = set(found) - ({0} if self.family.delta_inputs else set())
-        if len(counts) != 1 or not counts <= set(range(1, self.q_heads + 1)):
+        if len(counts) != 1 or not all(1 <= each <= self.q_heads for each in counts):
             raise self._error(f"{key} has {sorted(set(found))}, expected one number of heads")
         return [int(each) for each in found]
 

@@ -242,7 +242,7 @@ class Origin:
     def parse(cls, described: Mapping[str, Any]) -> Self:
         """Inverse of ``dataclasses.asdict``; an invalid description fits no model."""
         weights = described.get("weights")
-        if not isinstance(weights, list) or not all(isinstance(w, float) for w in weights):
+        if not isinstance(weights, list | tuple) or not all(isinstance(w, float) for w in weights):
             weights = []
         return cls(str(described.get("tokens", "")), tuple(weights))
 

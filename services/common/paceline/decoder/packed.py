@@ -104,15 +104,16 @@ class PackedWeights:
 
     mapped_bytes = 0  # of a file's cache, which the system counts as memory that is free
 
-    def __init__(self, file: int, *, share: bool = False) -> None:
+    def __init__(self, file: int, *, share: bool = False, whole: bool = True) -> None:
         """Map a file, which the caller may close. Unless ``share``, it is copied where the system
         has no huge pages for it, since a step that reads all weights is about 10% slower then.
+        Unless ``whole``, parts are read when they are used.
         Raises ``OSError`` or ``ValueError`` if it cannot be mapped, is damaged, or has another
         layout."""
         header, size = read_header(file)
         self._groups = header["groups"]
         memory = mmap.mmap(file, 0, prot=mmap.PROT_READ)
-        for advice in (mmap.MADV_HUGEPAGE, _MADV_POPULATE_READ):
+        for advice in (mmap.MADV_HUGEPAGE, _MADV_POPULATE_READ)[: 1 + whole]:
             with suppress(OSError):  # a system without it
                 memory.madvise(advice)
         with warnings.catch_warnings():

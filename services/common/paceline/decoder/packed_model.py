@@ -93,7 +93,7 @@ class PackedModel:
             if self.file is None:
                 assert self.pack is not None
                 return self.pack(self.description.config, device).outer()
-            return PackedWeights(self.file.fileno(), share=True).outer()
+            return PackedWeights(self.file.fileno(), share=True, whole=False).outer()
 
 
 def is_converted(path: Path) -> bool:

@@ -63,12 +63,13 @@ class LayerRecipe(Recipe[P]):
     def add_arguments(self, parser: ArgumentParser) -> None:
         parser.add_argument(
             "--own-text", type=Path, nargs="+", default=(), metavar="FILE",
-            help="conversations of `own-text`, for the preset smollm2; default: write them first",
+            help="conversations of `own-text`, for presets smollm2 and shipped; default: write "
+            "them first",
         )  # fmt: skip
         parser.add_argument(
             "--from", dest="start", type=Path, metavar="DIR",
-            help="drafter to train further in its own shape, for the preset smollm2; default: a "
-            "new one",
+            help="drafter to train further in its own shape, for presets smollm2 and shipped; "
+            "default: a new one",
         )  # fmt: skip
         parser.add_argument(
             "--signals", type=Path, metavar="DIR",
@@ -77,14 +78,14 @@ class LayerRecipe(Recipe[P]):
         )  # fmt: skip
         parser.add_argument(
             "--no-card", dest="card", action="store_false",
-            help="write no README.md, and measure nothing for it, with the preset smollm2",
+            help="write no README.md, and measure nothing for it, with presets smollm2 and shipped",
         )  # fmt: skip
         parser.add_argument(
             "--rate", type=float, default=1.0, metavar="F", help="factor on the learning rates"
         )
         parser.add_argument(
             "--vocabulary", type=int, metavar="N",
-            help="tokens that can be drafted, for the preset smollm2",
+            help="tokens that can be drafted, for presets smollm2 and shipped",
         )  # fmt: skip
 
     def chosen(self, args: Namespace) -> dict[str, dict[str, Any]]:
