@@ -155,6 +155,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-moe-air": ("Glm4Moe", _GLM_MOE | {"attention_bias": True, "norm_topk_prob": False}),
     "glm4": ("Glm4", {"rope_parameters": {"partial_rotary_factor": 0.5}}),
 }  # fmt: skip
+PARENTS = (-1, 0, 0, 1, 2, 2, 3, 6, 7, 5)  # of a tree, row 0 first
 
 
 def save_model(folder: Path, name: str, *, max_shard_size: str = "50GB", **changes: Any) -> Path:

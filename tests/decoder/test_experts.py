@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from decoder_cases import (
+    PARENTS,
     ask_tree,
     changed,
     expected_logits,
@@ -24,7 +25,6 @@ from paceline.convert import load_decoder
 from paceline.decoder import LocalCache, UnsupportedModelError
 
 MIXTURES = ["qwen3-moe", "mixtral"]
-PARENTS = (-1, 0, 0, 1, 2, 2, 3, 6, 7, 5)
 
 
 @pytest.mark.parametrize("name", MIXTURES)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from decoder_cases import (
     FAMILIES,
+    PARENTS,
     VOCAB,
     ask_tree,
     changed,
@@ -24,8 +25,6 @@ from torch import Tensor
 from paceline.convert import load_decoder
 from paceline.decoder import LocalCache
 from paceline.kernels import QueryBlock, plan_trees
-
-PARENTS = (-1, 0, 0, 1, 2, 2, 3, 6, 7, 5)
 
 
 def assert_agrees(found: Tensor, expected: Tensor, tolerance: float = 1e-4) -> None:

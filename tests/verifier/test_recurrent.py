@@ -7,7 +7,7 @@ from typing import Any
 import drafters
 import pytest
 import torch
-import transformers
+from tiny_models import make_model
 from verifier_support import CONTEXT, VOCAB, Serve, text
 
 from paceline.decoder import Decoder
@@ -20,9 +20,8 @@ SAMPLINGS: dict[str, dict[str, Any]] = {"greedy": {}, "T=0.7": {"temperature": 0
 @pytest.fixture(scope="session")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Layers of the gated delta rule beside attention."""
-    folder = tmp_path_factory.mktemp("hybrid")
-    torch.manual_seed(0)
-    config = transformers.Qwen3_5TextConfig(
+    return make_model(
+        tmp_path_factory.mktemp("hybrid"), "Qwen3_5",
         vocab_size=VOCAB, hidden_size=64, intermediate_size=64, num_hidden_layers=3,
         layer_types=["linear_attention", "full_attention", "linear_attention"],
         num_attention_heads=4, num_key_value_heads=2, head_dim=32,
@@ -31,23 +30,18 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
         eos_token_id=0, bos_token_id=1, pad_token_id=None,
         rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
     )  # fmt: skip
-    transformers.Qwen3_5ForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="session")
 def convolutions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Short convolutions beside attention."""
-    folder = tmp_path_factory.mktemp("convolutions")
-    torch.manual_seed(0)
-    config = transformers.Lfm2Config(
+    return make_model(
+        tmp_path_factory.mktemp("convolutions"), "Lfm2",
         vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=3,
         layer_types=["conv", "full_attention", "conv"], num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=CONTEXT, initializer_range=0.3,
         block_auto_adjust_ff_dim=False, eos_token_id=0, bos_token_id=1, pad_token_id=None,
     )  # fmt: skip
-    transformers.Lfm2ForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 def fields(name: str, tokens: int) -> dict[str, Any]:
