@@ -16,9 +16,9 @@ BUDGET = {
     "services/verifier": 10_257,
     "services/drafter": 10_045,
     "client": 17_539,
-    "train": 6_022,
-    "bench": 6_675,
-    "tests": 49_243,
+    "train": 6_043,
+    "bench": 6_679,
+    "tests": 49_249,
 }  # maximum number of lines
 SLACK = 0.01  # a folder that is smaller than its budget by a larger share lowers it
 _PRODUCT = ("kernels", "services", "client")

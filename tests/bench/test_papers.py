@@ -21,6 +21,7 @@ from paceline.bench.replay.run import judge
 from paceline.bench.replay.simulation import Simulation
 from paceline.bench.replay.traces import Replay, Round, Text, Traces
 from paceline.bench.table.engines import Answer, AnswerRequest
+from paceline.client import RoundStats, Stats
 from paceline.drafter.methods.lm import LmDrafter
 from paceline.kernels import AttentionCall, Proposal, QueryBlock, plan_trees
 from paceline.sampling import Sampling
@@ -59,7 +60,10 @@ class Services:
     async def __aexit__(self, *_: object) -> None: ...
 
     async def answer(self, mode: str, request: AnswerRequest) -> Answer:
-        return Answer(request.tokens, 1.0, 2.0, 0.1, "", 4, 8, 2.0, 6.0, 12, 4)
+        reads, drafts = (RoundStats(3, 1, 2, ms, 2.0, 6.0, 0.0, 3) for ms in (900.0, 9.0))
+        plain = RoundStats(0, 0, 2, 9.0, 0.0, 6.0, 0.0)
+        rounds = [plain, reads, drafts, drafts] if "none" not in mode else [plain, plain]
+        return Answer(request.tokens, 1.0, 2.0, 0.1, "", Stats(rounds))
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)

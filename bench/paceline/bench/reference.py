@@ -140,13 +140,15 @@ class ReferenceKernels:
             nodes, heads, dim = call.q[rows].shape
             kv_heads = key.shape[0]
             packed = call.q[rows].float().view(nodes, kv_heads, -1, dim).permute(1, 2, 0, 3)
-            scores = call.scores(packed, key.unsqueeze(1))
+            # The heads of a KV head are rows of one product: a batch would copy the keys for each.
+            scores = call.scores(packed.flatten(1, 2), key).unflatten(1, (-1, nodes))
             scores.masked_fill_(self.hidden(call, index, packed, key), float("-inf"))
             total = scores.logsumexp(-1, keepdim=True)
             if call.sinks is not None:
                 total = torch.logaddexp(total, call.sinks.view(kv_heads, -1, 1, 1))
-            attended = torch.matmul(scores.sub_(total).exp_(), value.unsqueeze(1))
-            call.out[rows] = attended.permute(2, 0, 1, 3).reshape(nodes, heads, dim)
+            attended = torch.matmul(scores.sub_(total).exp_().flatten(1, 2), value)
+            attended = attended.unflatten(1, (-1, nodes)).permute(2, 0, 1, 3)
+            call.out[rows] = attended.reshape(nodes, heads, dim)
             if call.lse is not None:
                 call.lse[rows] = total[..., 0].permute(2, 0, 1).reshape(nodes, heads)
         record_scores(call, call.probes)

@@ -19,9 +19,9 @@ from paceline.drafter.growth.sequence import chain_blocks
 from paceline.drafter.kv.reader import StateReader, StreamingReader
 from paceline.drafter.methods.base import Budget, Drafter, GenerationInfo, Update
 from paceline.kernels import plan_trees
+from paceline.kernels.sampling import History, choose_token
 from paceline.sampling import Sampling
 from paceline.text import sampling_rules
-from paceline.train.own_text import Task, write_texts
 from paceline.tree import TokenTree, accepted_tokens
 
 GREEDY = Sampling()
@@ -109,8 +109,12 @@ def record(
     """Generate ``count`` tokens after a prompt, end tokens included, and :func:`replay` them.
     Raises ``ValueError`` if the prompt is empty, or the text does not fit the target's context."""
     _check_length(target, prompt, count)
-    ((_, tokens),) = write_texts(target, [Task(prompt, sampling_rules(sampling), count)], None)
-    return replay(target, prompt, tokens, sampling, layers)
+    reading, text = _Reading(target, layers), [*prompt]
+    rules, history = sampling_rules(sampling), History(prompt)
+    for _ in range(count):
+        text.append(choose_token(reading.read(text), rules, len(text), history))
+        history.push(text[-1])
+    return reading.recording(text, len(prompt), sampling)
 
 
 def replay(
@@ -126,23 +130,40 @@ def replay(
         ValueError: Prompt or text is empty, or they do not fit the target's context.
     """
     _check_length(target, prompt, len(tokens))
-    text = [*prompt, *tokens]
-    config, device = target.config, target.device
-    cache = LocalCache(config, device)
-    cache.reserve(len(text) - 1)
-    taps: dict[int, list[Tensor]] = {layer: [] for layer in sorted(layers)}
-    while len(cache) < len(text) - 1:
-        part = text[len(cache) : min(len(cache) + _PREFILL, len(text) - 1)]
-        plan = plan_trees(chain_blocks(0, len(cache), len(cache) + len(part)), device=device)
-        last = torch.tensor([len(part) - 1], device=device)
-        result = target.forward(
-            torch.tensor(part, device=device), plan, [cache], logit_rows=last, taps=list(taps)
-        )
-        for parts, rows in zip(taps.values(), result.taps, strict=True):
-            parts.append(rows.cpu())
-        cache.commit(range(len(part)))
-    states = {layer: torch.cat(parts) for layer, parts in taps.items()}
-    return TargetRecording(text, len(prompt), config.vocab_size, sampling, cache, states)
+    text, reading = [*prompt, *tokens], _Reading(target, layers)
+    reading.read(text[:-1])
+    return reading.recording(text, len(prompt), sampling)
+
+
+class _Reading:
+    """A text that is read: its KV, and the outputs of some layers."""
+
+    def __init__(self, target: Decoder, layers: Collection[int]) -> None:
+        self._target, self._cache = target, LocalCache(target.config, target.device)
+        self._taps: dict[int, list[Tensor]] = {layer: [] for layer in sorted(layers)}
+
+    def read(self, text: Sequence[int]) -> Tensor:
+        """Read what is new of a text; returns the logits of its last token, ``[vocabulary]``."""
+        cache, device = self._cache, self._target.device
+        while len(cache) < len(text):
+            part = text[len(cache) : len(cache) + _PREFILL]
+            plan = plan_trees(chain_blocks(0, len(cache), len(cache) + len(part)), device=device)
+            last = torch.tensor([len(part) - 1], device=device)
+            cache.reserve(len(part))
+            result = self._target.forward(
+                torch.tensor(part, device=device), plan, [cache], logit_rows=last,
+                taps=list(self._taps),
+            )  # fmt: skip
+            for parts, rows in zip(self._taps.values(), result.taps, strict=True):
+                parts.append(rows.cpu())
+            cache.commit(range(len(part)))
+        return result.logits[0]
+
+    def recording(self, text: list[int], prompt: int, sampling: Sampling) -> TargetRecording:
+        """Of a text of which all but the last token is read, with `prompt` tokens of its prompt."""
+        states = {layer: torch.cat(parts) for layer, parts in self._taps.items()}
+        vocabulary = self._target.config.vocab_size
+        return TargetRecording(text, prompt, vocabulary, sampling, self._cache, states)
 
 
 def _check_length(target: Decoder, prompt: Sequence[int], count: int) -> None:

@@ -11,7 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,7 +20,7 @@ from typing import Any, Protocol, Self
 from openai import APIConnectionError, AsyncOpenAI, InternalServerError
 
 from paceline.bench.services import ALWAYS, services
-from paceline.client import DraftOptions, Generation
+from paceline.client import DraftOptions, Generation, Stats
 from paceline.service.cpus import usable_cpus
 from paceline.train.blocks import plain_folder
 
@@ -54,12 +54,7 @@ class Answer:
     ended: float  # time of the last token
     first_seconds: float  # from the call to the first token, with nothing of the prompt in a cache
     output: str  # the text or its tokens
-    drafted_rounds: int = 0  # rounds of Paceline with a tree
-    drafted_tokens: int = 0  # tokens of these rounds
-    draft_ms: float = 0.0  # time of Paceline's drafter
-    verify_ms: float = 0.0  # time of its verifier's steps
-    checked: int = 0  # drafted tokens that these checked
-    steps: int = 0  # number of these
+    stats: Stats = field(default_factory=Stats)  # of Paceline's rounds; others have none
 
 
 class Contestant(Protocol):
@@ -153,7 +148,7 @@ class PacelineServices:
         )
         async for _ in generation:
             first = first or time.perf_counter()
-        ended, stats = time.perf_counter(), generation.stats
+        ended = time.perf_counter()
         first = first or ended
         return Answer(
             len((await generation).token_ids),
@@ -161,12 +156,7 @@ class PacelineServices:
             ended,
             parent.stats.first_token_ms / 1e3 if parent else first - began,
             json.dumps((await generation).token_ids),
-            stats.drafted_rounds,
-            sum(entry.emitted for entry in stats.rounds if entry.drafted),
-            stats.draft_ms,
-            stats.verify_ms,
-            stats.checked,
-            stats.steps,
+            generation.stats,
         )
 
     async def _read(self, prompt: list[int]) -> Generation:

@@ -23,19 +23,19 @@ def sample(answers: Sequence[Answer], prompts: Sequence[list[int]]) -> Sample:
 
     The rate counts tokens after the first over the time from the first token to the last.
     """
-    tokens = sum(answer.tokens for answer in answers)
+    tokens, stats = sum(answer.tokens for answer in answers), [each.stats for each in answers]
     seconds = max(each.ended for each in answers) - min(each.first for each in answers)
     return {
         "prompt_tokens": round(median(map(len, prompts))),
         "tokens": tokens,
         "rate": round((tokens - 1) / seconds, 2) if tokens > 1 else None,
         "first_s": round(median(answer.first_seconds for answer in answers), 4),
-        "rounds": sum(answer.drafted_rounds for answer in answers),
-        "drafted": sum(answer.drafted_tokens for answer in answers),
-        "checked": sum(answer.checked for answer in answers),
-        "steps": sum(answer.steps for answer in answers),
-        "draft_ms": round(sum(answer.draft_ms for answer in answers), 2),
-        "verify_ms": round(sum(answer.verify_ms for answer in answers), 2),
+        "rounds": sum(each.drafted_rounds for each in stats),
+        "drafted": sum(entry.emitted for each in stats for entry in each.rounds if entry.drafted),
+        "checked": sum(each.checked for each in stats),
+        "steps": sum(each.steps for each in stats),
+        "draft_ms": round(sum(each.draft_ms for each in stats), 2),
+        "verify_ms": round(sum(each.verify_ms for each in stats), 2),
         "output": digest("\n".join(answer.output for answer in answers)),
     }
 
