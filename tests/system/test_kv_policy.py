@@ -1,4 +1,4 @@
-"""A selection policy of another package, from drafter to verifier."""
+"""Selection policies between services: of another package, and behind sliding windows."""
 
 import asyncio
 import sys
@@ -39,3 +39,26 @@ async def test_a_policy_of_another_package(models: dict[str, Path], tmp_path: Pa
                         assert ids_of(results) == expected
                         drafted = all(result.stats.drafted for result in results)
                 assert (tmp_path / "pid").read_text() == str(verifier.pid)
+
+
+async def test_a_copy_of_a_target_with_windows_drafts_what_it_says(models: dict[str, Path]) -> None:
+    """Under a budget of a window, whatever the policy and wherever the KV lies."""
+    target = models["mistral"]
+    loads = [
+        f"--load={kv}-{policy}=selfspec:{target},weights=float32,context=48,depth=4,"
+        f"min_survival=0,kv={kv},kv_policy={policy}"
+        for kv in ("map", "follow")
+        for policy in ("streaming", "verified", "chunk_topk")
+    ]
+    served = [f"--target={target}", "--weights=float32", "--schedule=off", "--sources=none"]
+    prompts = [prompt * 3 for prompt in make_prompts(2, seed=3)]
+    expected = reference(target, prompts, TOKENS)
+    with local_services(served, loads, THREADS) as (verifier, _):
+        async with Client(verifier.address, drafting=EAGER) as client:
+            for load in loads:
+                name = load.removeprefix("--load=").partition("=")[0]
+                results = await generate_all(client, prompts, name, TOKENS, ignore_eos=True)
+                assert ids_of(results) == expected
+                for stats in (result.stats for result in results):
+                    assert stats.drafted_rounds, f"{name} drafted nothing"
+                    assert stats.accepted == stats.drafted, name

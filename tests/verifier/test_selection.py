@@ -20,7 +20,7 @@ from paceline.drafter.kv.remote import SparseView
 from paceline.kernels import SELECTION_CHUNK, PageBounds, QueryBlock, plan_trees
 from paceline.kernels.caches import from_rows
 from paceline.kv.policies import load_policy
-from paceline.kv.selection import PAGE, ScoreObserver, TopScores
+from paceline.kv.selection import PAGE, InWindows, ScoreObserver, TopScores
 from paceline.verifier.engine.batch import BatchObserver
 from paceline.verifier.kv.base import KvLayout
 from paceline.verifier.kv.segment import Segment, SegmentMemory
@@ -205,6 +205,16 @@ def test_the_best_and_all_newer_positions_are_selected(
             assert not left or min(scores[layer, list(chunks)]) >= max(scores[layer, list(left)])
         else:
             assert found == list(range(committed - budget, committed))
+
+
+def test_layers_with_a_window_give_their_newest_positions() -> None:
+    """As many as the others, where the policy knows only these."""
+    scores = torch.randn(2, 90, generator=torch.Generator().manual_seed(0))
+    dense = TopScores(FakeCache(), Given(scores, 1))
+    chosen = InWindows(dense, [True, False, True, False]).choose(100, 30)
+    assert [positions.tolist() for positions in chosen[::2]] == [[*range(70, 100)]] * 2
+    for positions, expected in zip(chosen[1::2], dense.choose(100, 30), strict=True):
+        assert positions.equal(expected)
 
 
 def test_page_bounds_hold() -> None:

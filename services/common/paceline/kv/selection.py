@@ -255,6 +255,21 @@ class Streaming(SelectionPolicy):
         return [streaming_positions(committed, budget)] * self._layers
 
 
+class InWindows(SelectionPolicy):
+    """The newest positions in layers with a sliding window, as many as another policy chooses in
+    the others: a drafter that attends to them in order sees what the target sees."""
+
+    def __init__(self, policy: SelectionPolicy, windowed: Sequence[bool]) -> None:
+        """Choose for layers with a window or without one; ``policy`` knows only the latter."""
+        self.observer = policy.observer
+        self._policy, self._windowed = policy, windowed
+
+    def choose(self, committed: int, budget: int) -> list[Tensor]:
+        others = self._policy.choose(committed, budget)
+        newest, rest = torch.arange(committed - len(others[0]), committed), iter(others)
+        return [newest if windowed else next(rest) for windowed in self._windowed]
+
+
 class TopScores(SelectionPolicy):
     """The chunks with the highest scores of an observer, and all positions newer than these scores.
 

@@ -142,6 +142,11 @@ class KvReader(CacheReader):
         cache. They stay unchanged until the next :meth:`refresh`. Raises ``KvGone`` as
         :meth:`check`."""
 
+    def order(self, layer: int) -> Tensor | None:
+        """Return the places of the selected positions in :meth:`parts` by rising position, int64
+        ``[n]``; None if they rise."""
+        return None
+
     def pages(self, layer: int) -> KvPages | None:
         """Return where the selected positions of a layer lie; None if they do not lie in pages of
         one GPU, or no kernel can gather them. Raises ``KvGone`` if the page table is invalid."""

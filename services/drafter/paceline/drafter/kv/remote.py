@@ -292,6 +292,10 @@ class RemoteKv(UpdateStream, KvReader):
             return []
         return [self.cache.layer(self.layers.index(layer))]
 
+    def order(self, layer: int) -> Tensor | None:
+        cache = self.cache
+        return None if cache is None else cache.positions(self.layers.index(layer)).argsort()
+
     def close(self) -> None:
         """End the stream and drop the delta cache. Closing twice is safe, on any thread."""
         self.cache = None
@@ -386,6 +390,12 @@ class SparseView(KvReader):
             return self._mapped.parts(layer)
         positions = cache.positions(self.layers.index(layer))
         return [self._mapped.gather(layer, part) for part in (positions, self._newer) if len(part)]
+
+    def order(self, layer: int) -> Tensor | None:
+        cache = self.selection.cache
+        if self._newer is None or cache is None:
+            return None
+        return torch.cat([cache.positions(self.layers.index(layer)), self._newer]).argsort()
 
     def check(self) -> None:
         self._mapped.check()

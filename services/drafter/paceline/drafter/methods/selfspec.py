@@ -53,8 +53,9 @@ class SelfSpecSequence(DecoderSequence):
     """A generation that ``selfspec`` drafts for.
 
     Each round begins with a cache of the target's selected positions, in any order, since their
-    keys are rotated already. They are followed by the tokens that the target's KV does not contain
-    yet, which include the anchor, and then by the drafted nodes.
+    keys are rotated already, but in that of the text in layers with a window. They are followed by
+    the tokens that the target's KV does not contain yet, which include the anchor, and then by the
+    drafted nodes.
     """
 
     def __init__(self, drafter: SelfSpecDrafter, generation: GenerationInfo) -> None:
@@ -95,6 +96,11 @@ class SelfSpecSequence(DecoderSequence):
                 for plane, copied in zip(self._cache.layer(layer), part, strict=True):
                     plane[:, begin:stop] = copied
                 begin = stop
+            if self._drafter.shape.windows[layer] is None:
+                continue
+            if (order := self.kv.order(needs.kv_layers[layer])) is not None:
+                for plane in self._cache.layer(layer):
+                    plane[:, :begin] = plane[:, order]
         return True
 
     def continue_round(self) -> bool:

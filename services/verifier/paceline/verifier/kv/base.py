@@ -167,12 +167,15 @@ class KvLayout:
     hidden_dtype: torch.dtype = torch.float32  # type of hidden states
     # Layers that have recurrent states instead; None if there are none.
     delta: DeltaShape | None = None
+    windows: tuple[int | None, ...] = ()  # sliding window of each layer, in tokens; empty: none
 
     @classmethod
     def of(cls, config: DecoderConfig) -> KvLayout:
         """Returns the layout for a model."""
         kv = config.kv_layers, config.kv_heads, config.head_dim, config.kv_dtype
-        return cls(*kv, config.hidden, config.dtype, config.delta)
+        layers = enumerate(config.windows)
+        windows = tuple(window for layer, window in layers if layer not in config.delta_layers)
+        return cls(*kv, config.hidden, config.dtype, config.delta, windows)
 
     @property
     def state_bytes(self) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paceline.kv.policies import load_policy
 from paceline.kv.segment import TAP_AHEAD
-from paceline.kv.selection import SelectionPolicy, Streaming
+from paceline.kv.selection import InWindows, SelectionPolicy, Streaming
 from paceline.kv.wire import cache_dtype, encode, encode_rows, position_bytes
 from paceline.service import ServiceError
 from paceline.v1 import kv_pb2, kv_pb2_grpc, verifier_pb2
@@ -351,13 +351,16 @@ def _layers(requested: Iterable[int], count: int) -> list[int]:
 
 
 def _policy(name: str, kv: SequenceKv, layers: Sequence[int]) -> SelectionPolicy:
-    if not layers:
-        return Streaming(kv, layers)
     try:
         factory = load_policy(name)
     except ValueError as error:
         raise ServiceError.invalid_argument("BAD_POLICY", str(error)) from error
-    return factory(kv, layers)
+    windowed = [bool(kv.layout.windows and kv.layout.windows[layer]) for layer in layers]
+    if all(windowed):
+        return Streaming(kv, layers)
+    dense = [layer for layer, each in zip(layers, windowed, strict=True) if not each]
+    policy = factory(kv, dense)
+    return InWindows(policy, windowed) if any(windowed) else policy
 
 
 def _state_feed(cache: Cache, request: kv_pb2.FollowSubscribe) -> StateFeed | None:
