@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import grpc
-import pytest
 from calls import eventually
 from documented_metrics import described, documented
 from prometheus_client.parser import text_string_to_metric_families
@@ -60,7 +59,6 @@ async def test_numbers_equal_the_clients(models: dict[str, Path]) -> None:
     target += ["--schedule", "auto", "--sources", "none"]
     # The target drafts for itself, so that much is accepted, at every depth.
     load = ["--load", f"lm=lm:{models['llama']}", "--load", "ngram=ngram"]
-    load.append(f"--load=selfspec=selfspec:{models['llama']},kv=follow,context=24")
     arguments = [*target, *verifier.arguments], [*load, *drafter.arguments]
     with local_services(*arguments) as (served, drafting):
         async with Client(served.address, drafting=EAGER) as client:
@@ -78,8 +76,6 @@ async def test_numbers_equal_the_clients(models: dict[str, Path]) -> None:
             expect_dashboard(verifier, drafter)
             assert described(verifier.families) - SHARED == documented("Verifier")
             assert described(drafter.families) - SHARED == documented("Drafter")
-        async with Client(served.address, drafting=EAGER, unread_chunks=2) as client:
-            await expect_followed(verifier, drafter, client)
         await expect_unloaded(drafter, drafting.address)
 
 
@@ -122,36 +118,6 @@ def expect_verifier(
     assert value("specdec_draft_links", carrier="socket") == 1
     assert value("specdec_draft_links", carrier="stream") == 0
     assert value("specdec_target_info", model_name="llama", batch_invariant="true") == 1
-
-
-async def expect_followed(verifier: Endpoint, drafter: Endpoint, client: Client) -> None:
-    """While a generation waits for its reader, and after its end.
-
-    The drafter takes what it has received with its next round, so the text goes on until then.
-    """
-    prompt = make_prompts(1)[0] * 3
-    generation = client.generate(prompt, max_new_tokens=192, drafter="selfspec", ignore_eos=True)
-    chunks = aiter(generation)
-    async for _ in chunks:
-        await asyncio.to_thread(drafter.scrape)
-        if drafter.value("specdec_drafter_followed_positions") == 24:
-            break
-    else:
-        pytest.fail("the drafter has not followed the cache")
-    assert drafter.value("specdec_drafter_followed_streams") == 1
-    await verifier.eventually(lambda: verifier.value("specdec_follow_streams") == 1)
-    async for _ in chunks:
-        pass
-    result = await generation
-    await verifier.eventually(lambda: verifier.value("specdec_follow_streams") == 0)
-    await drafter.eventually(lambda: drafter.value("specdec_drafter_followed_streams") == 0)
-    assert drafter.value("specdec_drafter_followed_positions") == 0
-    updates, received = (
-        drafter.value(f"specdec_drafter_followed_{name}_total") for name in ("updates", "bytes")
-    )
-    assert 0 < updates <= verifier.value("specdec_follow_updates_total")
-    assert sum(r.kv_bytes for r in result.stats.rounds) <= received
-    assert 0 < received <= verifier.value("specdec_follow_bytes_total")
 
 
 async def expect_caches(endpoint: Endpoint, client: Client) -> None:

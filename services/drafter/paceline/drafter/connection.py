@@ -275,8 +275,6 @@ class Connection:
     def _attach(self, sequence: _Sequence, attachment: _Attachment) -> None:
         """The sequence was opened at a version. The verifier is told once the prompt was read,
         since it asks for a tree then and waits for it; or at once if it waits already."""
-        if self._parts.metrics is not None:
-            self._parts.metrics.opened(attachment.session)
         if self.sequences.get(sequence.number) is not sequence:
             self._detach(attachment)
             return
@@ -443,8 +441,6 @@ class Connection:
 
     def _detach(self, attachment: _Attachment) -> None:
         self._worker.close(attachment.session)
-        if self._parts.metrics is not None:
-            self._parts.metrics.closed(attachment.session)
         self._call_soon(self._parts.registry.detach, attachment.version, attachment.evict)
 
     def _call_soon(self, call: Callable[..., object], *args: Any) -> None:

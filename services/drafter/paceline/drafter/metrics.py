@@ -8,9 +8,8 @@ from typing import TypeVar
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric as Family
 
-from paceline.drafter.kv.reader import KvReader
 from paceline.drafter.registry import Registry, Version
-from paceline.drafter.session import Drafted, Session
+from paceline.drafter.session import Drafted
 from paceline.drafter.worker import DraftWorker
 from paceline.telemetry.metrics import Metrics, Table
 from paceline.v1 import drafter_pb2
@@ -73,27 +72,6 @@ _gauge(
     },
     "carrier",
 )  # fmt: skip
-_gauge(
-    "specdec_drafter_mapped_kv_bytes",
-    "KV of verifiers that is mapped, at its largest: their memory, not this process's",
-    lambda it: sum(session.mapped_bytes for session in tuple(it.sessions)),
-)
-_gauge(
-    "specdec_drafter_followed_streams", "Texts whose KV is copied over gRPC",
-    lambda it: len(it.followed()),
-)  # fmt: skip
-_gauge(
-    "specdec_drafter_followed_positions", "Positions of a layer whose KV was copied",
-    lambda it: sum(kv.positions for kv in it.followed()),
-)  # fmt: skip
-_count(
-    "specdec_drafter_followed_updates", "Updates of KV received over gRPC",
-    read=lambda it: it.closed_updates + sum(kv.updates for kv in it.followed()),
-)  # fmt: skip
-_count(
-    "specdec_drafter_followed_bytes", "Bytes of KV and hidden states received over gRPC",
-    read=lambda it: it.closed_bytes + sum(kv.received for kv in it.followed()),
-)  # fmt: skip
 
 
 class DrafterMetrics(Metrics):
@@ -112,8 +90,6 @@ class DrafterMetrics(Metrics):
     ) -> None:
         self._drafters, self.worker, self.links = drafters, worker, links
         self._series: set[tuple[str, ...]] = set()
-        self.sessions: set[Session] = set()
-        self.closed_updates = self.closed_bytes = 0  # of closed sessions
         super().__init__(metrics, _TABLE)
 
     def drafted(self, version: Version, drafted: Drafted) -> None:
@@ -124,15 +100,6 @@ class DrafterMetrics(Metrics):
         self.add(_QUEUED, drafted.queue_seconds, *labels)
         self._series.add(labels)
 
-    def opened(self, session: Session) -> None:
-        self.sessions.add(session)
-
-    def closed(self, session: Session) -> None:
-        self.sessions.discard(session)
-        if session.kv is not None:
-            self.closed_updates += session.kv.updates
-            self.closed_bytes += session.kv.received
-
     def collect(self) -> Iterator[Family]:
         """Gauges of all versions, the queue and the KV."""
         for removed in self._series - set(map(_labels, self._drafters.versions())):
@@ -142,11 +109,6 @@ class DrafterMetrics(Metrics):
 
     def by_version(self, value: Callable[[Version], T]) -> dict[tuple[str, ...], T]:
         return {_labels(version): value(version) for version in self._drafters.versions()}
-
-    def followed(self) -> list[KvReader]:
-        """KV that is copied over gRPC."""
-        sessions = tuple(self.sessions)
-        return [each.kv for each in sessions if each.kv is not None and each.kv.received]
 
 
 def _labels(version: Version) -> tuple[str, ...]:

@@ -95,11 +95,6 @@ class Session:
             raise
 
     @property
-    def mapped_bytes(self) -> int:
-        """Memory of the verifier that is mapped for it. Unit: bytes."""
-        return sum(source.byte_size for source in self._sources)
-
-    @property
     def kv_transport(self) -> str:
         """How it reads the target's KV or hidden states: map or follow; empty: it reads none."""
         return self._sources[0].transport if self._sources else ""
@@ -155,12 +150,7 @@ async def open_session(
         return await _open_session(version, generation, exchange)
     with server_span(tracer, Span.DRAFTER_OPEN, traceparent, version.attributes):
         session = await _open_session(version, generation, exchange)
-        annotate(
-            {
-                Attribute.KV_TRANSPORT: session.kv_transport or "none",
-                Attribute.KV_BYTES: session.mapped_bytes,
-            }
-        )
+        annotate({Attribute.KV_TRANSPORT: session.kv_transport or "none"})
     return session
 
 

@@ -17,7 +17,7 @@ from paceline.verifier.engine.drafted import StepReport, shares
 from paceline.verifier.engine.engine import Engine
 from paceline.verifier.engine.job import Prefill
 from paceline.verifier.store import Cache, CacheStore, RequestTimes
-from paceline.verifier.telemetry import DRAFTER, FollowCounts
+from paceline.verifier.telemetry import DRAFTER
 
 if TYPE_CHECKING:
     from paceline.cuda.graphs import GraphRunner
@@ -179,15 +179,6 @@ _gauge(
     },
     "state",
 )
-_gauge("specdec_follow_streams", "Drafters that copy KV over gRPC", lambda it: it.follows.streams)
-_count(
-    "specdec_follow_updates", "Updates of KV sent to drafters over gRPC",
-    read=lambda it: it.follows.updates,
-)  # fmt: skip
-_count(
-    "specdec_follow_bytes", "Bytes of KV sent to drafters over gRPC",
-    read=lambda it: it.follows.bytes,
-)  # fmt: skip
 
 # Those of texts have the buckets of OpenTelemetry's conventions for generative AI; the time per
 # token with finer steps at its lower end.
@@ -278,13 +269,12 @@ class VerifierMetrics(RoundMetrics):
         model: verifier_pb2.GetModelResponse,
         store: CacheStore,
         engine: Engine,
-        follows: FollowCounts,
         joined: Callable[[], Iterable[verifier_pb2.JoinedService]],
         graphs: GraphRunner | None = None,
     ) -> None:
         """Add the metrics of a verifier to a registry; ``joined`` lists the services that have
         joined, and ``graphs`` are its CUDA graphs."""
-        self.store, self.engine, self.follows, self.graphs = store, engine, follows, graphs
+        self.store, self.engine, self.graphs = store, engine, graphs
         self._joined = joined
         facts = [getattr(model, field) for field in _FACTS.values()]
         self.facts = tuple(str(f).lower() if isinstance(f, bool) else f for f in facts)

@@ -30,7 +30,7 @@ from paceline.verifier.rpc.kv_exchange import KvExchangeServicer
 from paceline.verifier.rpc.servicer import VerifierServicer
 from paceline.verifier.scheduler.scheduler import save_scheduler
 from paceline.verifier.store import CacheStore
-from paceline.verifier.telemetry import FollowCounts, Telemetry
+from paceline.verifier.telemetry import Telemetry
 from paceline.verifier.wiring import engine, kv_memory, load_model
 
 if TYPE_CHECKING:
@@ -79,7 +79,6 @@ class VerifierService:
             clock=clock,
         )
         self._gate = Gate()
-        self._follow_counts = FollowCounts()
         self.exchange = DraftExchangeServicer(  # the drafter services that have joined
             model, self.engine, self.store, options.draft_socket, needs_token=needs_token
         )
@@ -101,7 +100,6 @@ class VerifierService:
             model.message,
             self.store,
             self.engine,
-            self._follow_counts,
             self.exchange.joined,
             self._graphs,
         )
@@ -145,7 +143,7 @@ class VerifierService:
         add_verifier(self._servicer, server)
         add_exchange: Any = exchange_pb2_grpc.add_DraftExchangeServiceServicer_to_server
         add_exchange(self.exchange, server)
-        add_kv_exchange(KvExchangeServicer(self.store, self._follow_counts), server)
+        add_kv_exchange(KvExchangeServicer(self.store), server)
 
     async def start(self) -> None:
         """Start the engine, the socket for drafter services and lease sweeps."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from time import perf_counter_ns, time_ns
 from typing import TYPE_CHECKING, Any
@@ -28,15 +27,6 @@ if TYPE_CHECKING:
     from paceline.verifier.metrics import VerifierMetrics
 
 DRAFTER = "drafter"  # what the drafter service is called among the sources of a tree
-
-
-@dataclass(slots=True)
-class FollowCounts:
-    """Counts of all streams of a verifier. Written by the event loop, read by any thread."""
-
-    streams: int = 0  # open streams
-    updates: int = 0  # updates that were begun
-    bytes: int = 0  # bytes of all messages sent
 
 
 def add_round(

@@ -119,7 +119,6 @@ class CudaKv(PoolReader, KvReader):
         self._table = table.numpy()
         # `[pages, layers, 2, Hkv, page_size, D]`.
         self._pages = self._memory.view(file.kv_dtype).view(-1, *self._page)
-        self.byte_size = len(self.layers) * entries * self._memory.shape[1] // layout.layers
 
     def refresh(self, below: int, budget: int) -> int:
         """See :class:`KvReader`. The policy is ``streaming``."""
@@ -207,7 +206,6 @@ class CudaStates(PoolReader, StateReader):
         self._indices = np.array([list(kept.layers).index(layer) for layer in layers])
         self._slots, self._window = kept.slots, window
         self._unchecked = sys.maxsize  # oldest position that was read since the last check
-        self.byte_size = kept.slots * len(layers) * row_bytes
 
     def read(self, begin: int, end: int) -> tuple[int, Tensor]:
         """See :class:`StateReader`; on the GPU. Raises ``KvGone`` if the page table is invalid."""

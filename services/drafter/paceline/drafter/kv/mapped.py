@@ -74,11 +74,6 @@ class CacheFile:
         if self._header.epoch != self._epoch:
             raise KvGone("the verifier released the cache")
 
-    @property
-    def byte_size(self) -> int:
-        """Size of the segment. Unit: bytes."""
-        return len(self._memory)
-
     def close(self) -> None:
         """Drop the mapping. Closing twice is safe."""
         if not self.closed:
@@ -156,8 +151,6 @@ class MappedReader(CacheReader):
     """Reads a cache by its mapped file, which it owns; for the safety contract see
     :class:`CacheFile`."""
 
-    byte_size = 0
-
     def __init__(self, file: CacheFile) -> None:
         self._file = file
 
@@ -193,7 +186,6 @@ class SharedKv(MappedReader, StreamingReader):
         stored = file.array(HEADER_BYTES, shape, file.kv_dtype)
         self.layers = tuple(numbers)
         self._views = {layer: (stored[n, 0], stored[n, 1]) for layer, n in numbers.items()}
-        self.byte_size = len(numbers) * stored[0].nbytes
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Return keys (after RoPE) and values of a layer on the CPU, each ``[heads, capacity,
@@ -235,7 +227,6 @@ class SharedStates(MappedReader, StateReader):
         super().__init__(file)
         kept, dtype = file.kept_states(layers, window)
         stored = file.array(kept.offset, (len(kept.layers), kept.slots, kept.hidden_size), dtype)
-        self.byte_size = file.byte_size
         self._window = window
         self._slots = kept.slots
         self._rings = [stored[list(kept.layers).index(layer)] for layer in layers]

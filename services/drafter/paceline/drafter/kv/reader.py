@@ -74,11 +74,6 @@ class CacheReader(ABC):
     transport: str = "map"
 
     @property
-    def byte_size(self) -> int:
-        """Size of the verifier's memory that is mapped. Unit: bytes."""
-        return 0
-
-    @property
     def received(self) -> int:
         """Bytes received over gRPC so far."""
         return 0
@@ -112,16 +107,6 @@ class KvReader(CacheReader):
 
     # Layers as the method named them; negative ones count from the last.
     layers: tuple[int, ...] = ()
-
-    @property
-    def updates(self) -> int:
-        """Update of a selection that were applied so far."""
-        return 0
-
-    @property
-    def positions(self) -> int:
-        """Positions per layer that the verifier has selected and sent."""
-        return 0
 
     @abstractmethod
     def refresh(self, below: int, budget: int) -> int:

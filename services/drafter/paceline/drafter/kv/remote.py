@@ -258,7 +258,6 @@ class RemoteKv(UpdateStream, KvReader):
     """
 
     transport = "follow"
-    updates = 0
     committed = 0  # committed length at the newest update that was applied, in tokens
 
     def __init__(self, connect: Callable[[], Any], subscribe: kv_pb2.FollowSubscribe) -> None:
@@ -269,11 +268,6 @@ class RemoteKv(UpdateStream, KvReader):
         self._budget = self._largest_budget = subscribe.budget
         self._pending: deque[CacheUpdate] = deque()
         self._not_full = asyncio.Event()
-
-    @property
-    def positions(self) -> int:
-        """Positions per layer in the delta cache."""
-        return 0 if self.cache is None else len(self.cache)
 
     def refresh(self, below: int, budget: int) -> int:
         """See :class:`KvReader`. Updates beyond ``below`` wait.
@@ -310,7 +304,6 @@ class RemoteKv(UpdateStream, KvReader):
             self._gone = error
             raise
         self.committed = update[-1].committed_length
-        self.updates += 1
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._acknowledge, update[-1].update_id)
 
@@ -346,24 +339,9 @@ class SparseView(KvReader):
         self._newer: Tensor | None = None
 
     @property
-    def byte_size(self) -> int:
-        """Size of the verifier's memory that is mapped. Unit: bytes."""
-        return self._mapped.byte_size
-
-    @property
     def received(self) -> int:
         """Bytes received over gRPC so far: positions."""
         return self.selection.received
-
-    @property
-    def positions(self) -> int:
-        """Positions per layer of the newest selection."""
-        return self.selection.positions
-
-    @property
-    def updates(self) -> int:
-        """Selections applied so far."""
-        return self.selection.updates
 
     @property
     def committed(self) -> int:
@@ -376,7 +354,7 @@ class SparseView(KvReader):
         self._newer = None
         if (
             0 < budget < length
-            and self.selection.positions
+            and self.selection.cache
             and length - MAX_NEWER <= selected <= length
         ):
             self._newer = torch.arange(selected, length)

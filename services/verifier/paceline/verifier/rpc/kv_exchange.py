@@ -20,7 +20,6 @@ from paceline.verifier.kv.base import SequenceKv
 from paceline.verifier.rpc.messages import grant_not_found
 from paceline.verifier.rpc.streams import first_message, write
 from paceline.verifier.store import CAPABILITY_BYTES, Cache, CacheNotFound, CacheStore
-from paceline.verifier.telemetry import FollowCounts
 
 # Maximum size of KV or hidden states in one message, so that encoding it does not block the event
 # loop for long. Unit: bytes.
@@ -104,7 +103,6 @@ class FollowStream:
         budget: int,
         positions_only: bool = False,
         states: StateFeed | None = None,
-        counts: FollowCounts | None = None,
     ) -> None:
         """Start from a drafter that has no positions.
 
@@ -132,7 +130,6 @@ class FollowStream:
         if not positions_only:
             row = position_bytes(layout.kv_heads, layout.head_dim, wire)
         self._message_positions = max(1, MESSAGE_BYTES // row)
-        self._counts = FollowCounts() if counts is None else counts
         self._sent = 0
         self._acknowledged = 0
         self._sent_at: tuple[int, int] | None = None  # committed length and budget
@@ -147,29 +144,23 @@ class FollowStream:
         sequence.listeners.add(self._changed.set)
         if observer is not None:
             sequence.observers.append(observer)
-        self._counts.streams += 1
         reading = asyncio.create_task(self._read(context))
         try:
-            await self._send(context, self._message(0, shape=self.shape))
+            await write(context, self._message(0, shape=self.shape))
             while not self._ended:
                 self._changed.clear()
                 self._check()
                 if self._due:
                     for message in self.update():
-                        await self._send(context, message)
+                        await write(context, message)
                 else:
                     await self._changed.wait()
             await reading
         finally:
-            self._counts.streams -= 1
             sequence.listeners.discard(self._changed.set)
             if observer is not None:
                 sequence.observers.remove(observer)
             reading.cancel()
-
-    async def _send(self, context: Any, message: kv_pb2.FollowCacheResponse) -> None:
-        await write(context, message)
-        self._counts.bytes += message.ByteSize()
 
     def _check(self) -> None:
         if self._cache.released:
@@ -215,7 +206,6 @@ class FollowStream:
         self._resized = 0 if self._committed_since else self._resized + 1
         self._sent_at = (committed, self.budget)
         self._sent += 1
-        self._counts.updates += 1
         chosen = self._policy.choose(committed, self.budget) if self._layers else []
         message = self._message(committed)
         added: list[tuple[int, Tensor]] = []
@@ -267,9 +257,8 @@ class KvExchangeServicer(kv_pb2_grpc.KvExchangeServiceServicer):
     can be mapped instead, over the Unix socket of the draft exchange (``rpc/exchange.py``).
     """
 
-    def __init__(self, store: CacheStore, counts: FollowCounts | None = None) -> None:
+    def __init__(self, store: CacheStore) -> None:
         self._store = store
-        self._counts = counts
 
     async def FollowCache(self, request_iterator: Any, context: Any) -> None:
         """Stream selected positions, and their changes after each round."""
@@ -303,7 +292,6 @@ class KvExchangeServicer(kv_pb2_grpc.KvExchangeServiceServicer):
             request.budget,
             request.positions_only,
             _state_feed(cache, request),
-            self._counts,
         )
         await stream.serve(context)
 
