@@ -6,7 +6,6 @@ import argparse
 import os
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,7 +37,6 @@ from paceline.service.options import (
     OptionsError,
     add_options,
     given_options,
-    option,
     read_secret,
     read_token,
 )
@@ -81,30 +79,9 @@ def _build_verifier(args: argparse.Namespace, metrics: CollectorRegistry | None)
     return build_service(args.target, **common, **given)
 
 
-@dataclass(frozen=True)
-class DrafterOptions:
-    """Options of a drafter service; None: the default of `drafter.service.build_service`."""
-
-    device: str = option(
-        "auto",
-        "device of drafters with weights: auto (default: the second GPU, the only one, or the "
-        "CPU), cpu, cuda or cuda:N; drafters on a GPU map the KV of a verifier on a GPU, drafters "
-        "on the CPU receive it over gRPC",
-        metavar="D",
-    )
-    overlap: bool | None = option(
-        None,
-        "draft on while the verifier works: chains of lm and selfspec; it pays where the drafter "
-        "has cores or a device of its own (default: on a GPU, and for verifiers on other cores)",
-        action=argparse.BooleanOptionalAction,
-    )
-    max_context: int | None = option(None, "longest text, in tokens", metavar="N")
-    max_streams: int | None = option(
-        None, "maximum number of generations drafted for at a time", metavar="N"
-    )
-
-
 def add_drafter_arguments(parser: argparse.ArgumentParser) -> None:
+    from paceline.drafter.options import DrafterOptions
+
     group = parser.add_argument_group("drafter")
     add = group.add_argument
     add(
@@ -145,6 +122,7 @@ def add_drafter_arguments(parser: argparse.ArgumentParser) -> None:
         "--load and their parents)",
     )
     add_options(group, DrafterOptions)
+    group.set_defaults(device="auto")
     add(
         "--verifier",
         action="append",
@@ -239,12 +217,13 @@ def _build_drafter(args: argparse.Namespace, metrics: CollectorRegistry | None) 
     from paceline.device import find_device
     from paceline.drafter import DrafterSpec
     from paceline.drafter.kv.exchange import VerifierAccess
+    from paceline.drafter.options import DrafterOptions
     from paceline.drafter.service import build_service
 
-    options = DrafterOptions(**given_options(args, DrafterOptions))
+    options = given_options(args, DrafterOptions)
     load = args.load
     if not load and args.target is not None:
-        device = str(find_device(options.device, preferred=1))
+        device = str(find_device(args.device, preferred=1))
         load = drafters_for(args.target, device, args.target_weights, args.target_lora)
 
     verifiers = os.environ.get("PACELINE_VERIFIER_ADDRESS") or VERIFIER_ADDRESS
@@ -261,7 +240,7 @@ def _build_drafter(args: argparse.Namespace, metrics: CollectorRegistry | None) 
         threads=args.threads,
         access=access,
         metrics=metrics,
-        **{name: value for name, value in vars(options).items() if value is not None},
+        **options,
     )
 
 

@@ -1,4 +1,4 @@
-"""A generation at a drafter: what it is told of the text, and what it drafts."""
+"""A generation at a drafter: what it is told of the text, what it drafts, and how well."""
 
 from __future__ import annotations
 
@@ -88,3 +88,27 @@ class DraftSequence(ABC):
 
     def close(self) -> None:  # noqa: B027 - only methods that hold more than memory need it
         """Release memory and connections."""
+
+
+@dataclass
+class DraftStatistics:
+    """Totals over the rounds of one or more generations."""
+
+    rounds: int = 0  # trees drafted whose continuation is known
+    accepted: int = 0  # accepted draft tokens
+    draft_seconds: float = 0.0
+
+    @property
+    def accepted_length(self) -> float:
+        """Mean number of tokens emitted per round, the bonus token included; 0 without rounds."""
+        return 1 + self.accepted / self.rounds if self.rounds else 0.0
+
+    @property
+    def draft_us(self) -> int:
+        """Mean draft time of a round. Unit: microseconds."""
+        return round(self.draft_seconds / self.rounds * 1e6) if self.rounds else 0
+
+    def add(self, accepted: int, draft_seconds: float) -> None:
+        self.rounds += 1
+        self.accepted += accepted
+        self.draft_seconds += draft_seconds

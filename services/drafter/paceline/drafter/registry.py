@@ -9,22 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections import deque
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from paceline.drafter.generation import DraftStatistics
 from paceline.drafter.methods import method_class
 from paceline.drafter.methods.base import Drafter, LoadError, Resources
-from paceline.drafter.session import DraftStatistics
 from paceline.drafter.spec import DrafterSpec, Roots
-from paceline.drafter.worker import settle
 from paceline.kv.policies import STREAMING
 from paceline.service import ServiceError
 from paceline.service.runtime import trim
+from paceline.service.tasks import in_thread
 from paceline.telemetry.names import Attribute
 from paceline.telemetry.tracing import Attributes
 from paceline.v1 import drafter_pb2
@@ -56,10 +54,7 @@ class Loader:
         """Load the drafter that a spec describes. Raises ``LoadError``: the method, a folder or an
         option is wrong."""
         async with self._loading:
-            done: Future[Drafter] = Future()
-            work = partial(settle, done, partial(self._load, spec))
-            threading.Thread(target=work, name="load", daemon=True).start()
-            return await asyncio.wrap_future(done)
+            return await in_thread(partial(self._load, spec))
 
     def is_short_of_memory(self, spec: DrafterSpec) -> bool:
         """Whether the files of a drafter for the CPU are larger than the free memory."""

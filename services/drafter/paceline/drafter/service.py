@@ -17,6 +17,7 @@ from paceline.drafter.connection import ServiceParts
 from paceline.drafter.exchange import Exchange
 from paceline.drafter.kv.exchange import KvExchange, VerifierAccess
 from paceline.drafter.methods.base import Drafter, LoadError, Resources
+from paceline.drafter.options import DrafterOptions
 from paceline.drafter.registry import Loader, Registry
 from paceline.drafter.spec import DrafterSpec, Roots
 from paceline.drafter.worker import DraftWorker
@@ -46,7 +47,7 @@ class DrafterRegistryServicer(drafter_pb2_grpc.DrafterRegistryServiceServicer):
     async def ListDrafters(
         self, request: drafter_pb2.ListDraftersRequest, context: Context
     ) -> drafter_pb2.ListDraftersResponse:
-        """Lists all versions and verifiers."""
+        """List all versions and verifiers."""
         return drafter_pb2.ListDraftersResponse(
             drafters=[version.info() for version in self._registry.versions()],
             default_drafter=self._registry.default_name,
@@ -56,7 +57,7 @@ class DrafterRegistryServicer(drafter_pb2_grpc.DrafterRegistryServiceServicer):
     async def LoadDrafter(
         self, request: drafter_pb2.LoadDrafterRequest, context: Context
     ) -> drafter_pb2.LoadDrafterResponse:
-        """Loads a version; responds when it can be used."""
+        """Load a version; respond when it can be used."""
         try:
             spec = DrafterSpec(
                 name=request.name,
@@ -76,7 +77,7 @@ class DrafterRegistryServicer(drafter_pb2_grpc.DrafterRegistryServiceServicer):
     async def ActivateDrafter(
         self, request: drafter_pb2.ActivateDrafterRequest, context: Context
     ) -> drafter_pb2.ActivateDrafterResponse:
-        """Gives a version a share of new generations."""
+        """Give a version a share of new generations."""
         share = request.traffic_share or 1.0
         version = self._registry.activate(request.name, request.version, share)
         await self._changed(
@@ -87,7 +88,7 @@ class DrafterRegistryServicer(drafter_pb2_grpc.DrafterRegistryServiceServicer):
     async def RollbackDrafter(
         self, request: drafter_pb2.RollbackDrafterRequest, context: Context
     ) -> drafter_pb2.RollbackDrafterResponse:
-        """Restores the shares from before the last activation."""
+        """Restore the shares from before the last activation."""
         versions = self._registry.rollback(request.name)
         names = [each.version for each in versions]
         await self._changed("rolled back", drafter=request.name, versions=names)
@@ -96,7 +97,7 @@ class DrafterRegistryServicer(drafter_pb2_grpc.DrafterRegistryServiceServicer):
     async def UnloadDrafter(
         self, request: drafter_pb2.UnloadDrafterRequest, context: Context
     ) -> drafter_pb2.UnloadDrafterResponse:
-        """Removes versions; those in use are freed with their last sequence."""
+        """Remove versions; those in use are freed with their last sequence."""
         unloaded = self._registry.unload(request.name, request.version, force=request.force)
         await self._changed(
             "unloading", drafter=request.name, version=request.version, done=unloaded
@@ -171,58 +172,41 @@ class DrafterService:
 def build_service(
     load: Sequence[DrafterSpec],
     *,
-    verifiers: Sequence[str] = (),
-    roots: Sequence[Path] = (),
-    device: str = "cpu",
-    overlap: bool | None = None,
-    threads: int | None = None,
-    max_context: int = 1 << 20,
-    max_streams: int = 1024,
     access: VerifierAccess | None = None,
     metrics: CollectorRegistry | None = None,
+    **options: Any,
 ) -> Service:
     """Create a drafter service, for :func:`paceline.service.run_server`.
 
     Args:
         load: Drafters to load at start; the first is the default. May be empty: drafters can be
             loaded over gRPC too.
-        verifiers: Addresses of verifiers to join.
-        roots: Folders below which LoadDrafter may load from. Empty: the folders in ``load`` and
-            their parents.
-        device: Device of methods with weights: auto, cpu, cuda or cuda:N
-            (:func:`~paceline.device.find_device`). auto is the second GPU if there are two, since a
-            verifier on the same machine takes the first. KV on a GPU is mapped only by drafters on
-            a GPU.
-        overlap: Whether chains of ``lm`` and ``selfspec`` grow on while the verifier works. It pays
-            where the drafter has a processor of its own. None: if ``device`` is a GPU, or where the
-            verifier works on other cores.
-        threads: Threads of the math library for methods with weights; None: its default.
-        max_context: Longest text. Unit: tokens.
-        max_streams: Maximum number of open sequences; further ones are refused.
         access: Credentials for the verifiers; None: no token and no TLS.
         metrics: Registry of metrics to add its metrics to; None: no metrics.
+        options: Fields of :class:`~paceline.drafter.options.DrafterOptions`.
 
     Raises ``LoadError`` if a method is unknown or cannot be imported, ``OptionsError`` if the TLS
-    authorities of ``access`` cannot be read, or an address of ``verifiers`` is malformed,
-    ``OSError`` if another TLS file of it cannot be read, and ``ValueError`` if there is no such
-    device.
+    authorities of ``access`` cannot be read, or the address of a verifier is malformed, ``OSError``
+    if another TLS file of it cannot be read, ``ValueError`` if there is no such device, and
+    ``TypeError`` if an option is unknown.
     """
-    drafted_on = find_device(device, preferred=1)
+    chosen = DrafterOptions(**options)
+    drafted_on = find_device(chosen.device, preferred=1)
     kv = KvExchange(access or VerifierAccess(), drafted_on)
     # Drafts need not be the same on every machine.
-    resources = Resources(drafted_on, threads, "auto")
-    worker = DraftWorker(drafted_on, overlap=overlap)
-    registry = _registry(load, roots, resources, worker)
+    resources = Resources(drafted_on, chosen.threads, "auto")
+    worker = DraftWorker(drafted_on, overlap=chosen.overlap)
+    registry = _registry(load, chosen.roots, resources, worker)
     parts = ServiceParts(
         registry=registry,
         worker=worker,
         kv=kv,
         metrics=None,
         tracer=tracer(),
-        max_context=max_context,
-        max_sequences=max_streams,
+        max_context=chosen.max_context,
+        max_sequences=chosen.max_streams,
     )
-    exchange = Exchange(verifiers, parts)
+    exchange = Exchange(chosen.verifiers, parts)
     if metrics is not None:
         # Imported here, because prometheus_client is only needed for metrics.
         from paceline.drafter.metrics import DrafterMetrics

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from paceline.checks import ParameterError
+from paceline.drafter.generation import DraftStatistics
 from paceline.drafter.kv import KvNotShared
 from paceline.drafter.kv.exchange import KvExchange
 from paceline.drafter.methods.base import Drafter, GenerationInfo, Update
@@ -22,30 +23,6 @@ if TYPE_CHECKING:
 
     from paceline.drafter.kv.reader import KvReader, StateReader
     from paceline.drafter.registry import Version
-
-
-@dataclass
-class DraftStatistics:
-    """Totals over the rounds of one or more generations."""
-
-    rounds: int = 0  # trees drafted whose continuation is known
-    accepted: int = 0  # accepted draft tokens
-    draft_seconds: float = 0.0
-
-    @property
-    def accepted_length(self) -> float:
-        """Mean number of tokens emitted per round, the bonus token included; 0 without rounds."""
-        return 1 + self.accepted / self.rounds if self.rounds else 0.0
-
-    @property
-    def draft_us(self) -> int:
-        """Mean draft time of a round. Unit: microseconds."""
-        return round(self.draft_seconds / self.rounds * 1e6) if self.rounds else 0
-
-    def add(self, accepted: int, draft_seconds: float) -> None:
-        self.rounds += 1
-        self.accepted += accepted
-        self.draft_seconds += draft_seconds
 
 
 @dataclass(frozen=True)
