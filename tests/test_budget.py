@@ -12,13 +12,13 @@ ROOT = Path(__file__).resolve().parent.parent
 
 BUDGET = {
     "kernels": 10_026,
-    "services/common": 17_993,
-    "services/verifier": 10_229,
+    "services/common": 18_015,
+    "services/verifier": 10_210,
     "services/drafter": 9_984,
-    "client": 17_518,
+    "client": 17_509,
     "train": 6_043,
     "bench": 6_679,
-    "tests": 49_248,
+    "tests": 49_249,
 }  # maximum number of lines
 SLACK = 0.01  # a folder that is smaller than its budget by a larger share lowers it
 _PRODUCT = ("kernels", "services", "client")

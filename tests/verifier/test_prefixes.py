@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from verifier_support import MEMORY, Client, Serve, text
 
+from paceline.prefixes import CHUNK_TOKENS
 from paceline.text import Text
 from paceline.verifier.engine.job import CachedSequence, Request
-from paceline.verifier.engine.queue import CHUNK_TOKENS, PrefixCache
+from paceline.verifier.engine.queue import PrefixCache
 from paceline.verifier.kv.segment import Segment
 
 SERVED = {"kv_bytes": 1 << 26, "prefix_caching": True}

@@ -6,11 +6,12 @@ import asyncio
 import logging
 import random
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from time import monotonic
 from typing import Literal, TypeVar
 
+from paceline.prefixes import chunk_keys
 from paceline.v1 import verifier_pb2
 
 from ._errors import (
@@ -36,7 +37,6 @@ PATIENCE = 1.0
 # A verifier with the prefix of a text is preferred while it runs at most this many generations
 # more than twice those of the least busy one.
 _HEADROOM = 4
-CHUNK = 64  # tokens of the chunks in which texts are compared
 _MAX_CHUNKS = 1 << 16
 
 
@@ -53,7 +53,7 @@ class Attempts:
         self._delay = options.first_delay
 
     async def pause(self, error: PacelineError, *, within_deadline: bool = False) -> None:
-        """Waits before the next attempt, at least `error.retry_after`.
+        """Wait before the next attempt, at least `error.retry_after`.
 
         Raises `error` if the wait would exceed the budget. With `within_deadline` the deadline of
         the generation limits the attempts instead.
@@ -70,13 +70,13 @@ class Attempts:
         await asyncio.sleep(delay)
 
     def succeeded(self) -> None:
-        """Resets budget and delay."""
+        """Reset budget and delay."""
         self._since = None
         self._delay = self._options.first_delay
 
 
 async def retry_unavailable(call: Callable[[], Awaitable[T]], attempts: Attempts) -> T:
-    """Repeats a call that raises UnavailableError; the last one when the budget is spent."""
+    """Repeat a call that raises UnavailableError; the last one when the budget is spent."""
     while True:
         try:
             return await call()
@@ -171,21 +171,21 @@ class Verifier:
         return self.refused if self.usable else "it has not answered"
 
     def ask(self) -> asyncio.Task[None]:
-        """Requests the model, with one request at a time. The task never fails."""
+        """Request the model, with one request at a time. The task never fails."""
         if self._asking is None or self._asking.done():
             self._asked_at = monotonic()
             self._asking = asyncio.create_task(self.read_model())
         return self._asking
 
     def failed(self, error: PacelineError) -> None:
-        """Records a failure: it gets no new generation until it answers again."""
+        """Record a failure: it gets no new generation until it answers again."""
         self.error = error
         delay = min(self._retry.first_delay * 2**self._failures, self._retry.max_delay)
         self._retry_at = monotonic() + delay * random.uniform(0.5, 1.0)
         self._failures = min(self._failures + 1, 16)
 
     def lost_cache(self) -> None:
-        """Records that a cache is gone: perhaps it restarted, so it is asked again."""
+        """Record that a cache is gone: perhaps it restarted, so it is asked again."""
         self._answered_at = float("-inf")
 
     async def close(self) -> None:
@@ -194,7 +194,7 @@ class Verifier:
         await self.transport.close()
 
     async def read_model(self) -> None:
-        """Requests the model. Never raises: a failure is in `error`."""
+        """Request the model. Never raises: a failure is in `error`."""
         running = self.running
         request = verifier_pb2.GetModelRequest(omit_tokenizer=True)
         try:
@@ -246,16 +246,15 @@ def describe(facts: verifier_pb2.GetModelResponse) -> str:
 class PrefixTable:
     """Finds the verifier that served the longest prefix of a text.
 
-    It keeps a hash for each chunk of a text and all before it, of the newest texts. Equal hashes
-    of different texts would lead to a verifier without the prefix, which changes no token.
+    It keeps a key for each chunk of the newest texts.
     """
 
     def __init__(self) -> None:
-        self._holders: OrderedDict[int, tuple[Verifier, str]] = OrderedDict()
+        self._holders: OrderedDict[bytes, tuple[Verifier, str]] = OrderedDict()
 
     def add(self, tokens: Sequence[int], verifier: Verifier) -> None:
-        """Records that a verifier has the KV of a text."""
-        for key in _keys(tokens):
+        """Record that a verifier has the KV of a text."""
+        for key in chunk_keys(tokens):
             self._holders[key] = verifier, _instance(verifier)
             self._holders.move_to_end(key)
         while len(self._holders) > _MAX_CHUNKS:
@@ -264,7 +263,7 @@ class PrefixTable:
     def find(self, tokens: Sequence[int], verifiers: Sequence[Verifier]) -> Verifier | None:
         """The one of these verifiers with the longest prefix; None if none has a chunk of it."""
         found = None
-        for key in _keys(tokens):
+        for key in chunk_keys(tokens):
             verifier, instance = self._holders.get(key, (None, ""))
             if verifier is not None and instance == _instance(verifier) and verifier in verifiers:
                 found = verifier
@@ -272,16 +271,8 @@ class PrefixTable:
 
 
 def _instance(verifier: Verifier) -> str:
-    """Identifies the process, whose end frees all KV."""
+    """Identify the process, whose end frees all KV."""
     return verifier.facts.instance_id if verifier.facts is not None else ""
-
-
-def _keys(tokens: Sequence[int]) -> Iterator[int]:
-    """A hash for each whole chunk, of this chunk and all before it."""
-    key = 0
-    for end in range(CHUNK, len(tokens) + 1, CHUNK):
-        key = hash((key, *tokens[end - CHUNK : end]))
-        yield key
 
 
 class Fleet:
@@ -345,7 +336,7 @@ class Fleet:
         return holder if holder.load <= 2 * best.load + _HEADROOM else best
 
     def failed(self, verifier: Verifier, error: PacelineError) -> None:
-        """Records a failure: the verifier gets no new generation until it answers again."""
+        """Record a failure: the verifier gets no new generation until it answers again."""
         if verifier.error is None:
             logger.info("%s failed: %s", verifier.address, error)
         verifier.failed(error)
@@ -404,7 +395,7 @@ class Fleet:
         return tuple(dict.fromkeys(name for each in self.serving for name in each.drafters()))
 
     def drafting_failed(self, reason: str, message: str) -> None:
-        """Logs a failure of drafting: a warning for the first of its reason, then information."""
+        """Log a failure of drafting: a warning for the first of its reason, then information."""
         level = logging.INFO if reason in self._logged else logging.WARNING
         self._logged.add(reason)
         logger.log(level, "drafting failed (%s), the text goes on: %s", reason, message)
@@ -422,7 +413,7 @@ class Fleet:
         return model
 
     async def _ask(self) -> None:
-        """Requests models that are due. Waits for verifiers without a failure, or for any."""
+        """Request models that are due. Waits for verifiers without a failure, or for any."""
         await self.verifiers.update()
         members = self.verifiers.members
         timeout = PATIENCE if len(members) > 1 else None
@@ -461,7 +452,7 @@ class Fleet:
         return self._model
 
     def _compare(self, serving: list[Verifier]) -> None:
-        """Warns of verifiers whose logits may have other bits."""
+        """Warn of verifiers whose logits may have other bits."""
         for each in serving[1:]:
             one, other = serving[0].numerics, each.numerics
             if found := "; ".join(differing(one, other)) or (not one and "no promise"):

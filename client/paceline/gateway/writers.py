@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from paceline.client import Chunk, Detokenizer, GenerationResult, Stats, TextCodec, TokenLogprob
+from paceline.prefixes import CHUNK_TOKENS
 
 from .admission import Place
 from .channels import Answer
@@ -35,7 +36,6 @@ _PIECE = 1 << 16  # size of the pieces in which a whole response is sent, in byt
 _KEEP_ALIVE = b": keep-alive\n\n"  # a comment in a stream
 _WAITING = 64  # parts of texts that wait to be sent as events, beyond which generations wait too
 
-_CACHED = 64  # cached tokens are counted in chunks of this many, as they are kept
 
 Json = dict[str, Any]
 T = TypeVar("T")
@@ -218,10 +218,10 @@ def usage(job: GenerationJob, results: Sequence[GenerationResult], reasoning: in
     first_choices = results[:: len(job.choices)]
     # Whole chunks: with the exact number, a text that somebody else sent could be guessed token by
     # token.
-    cached = sum(result.usage.reused_tokens // _CACHED * _CACHED for result in first_choices)
+    cached = sum(result.usage.reused_tokens // CHUNK_TOKENS for result in first_choices)
     return {
         "prompt_tokens": prompt,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens_details": {"cached_tokens": cached * CHUNK_TOKENS},
         "completion_tokens": completion,
         "completion_tokens_details": {"reasoning_tokens": reasoning},
         "total_tokens": prompt + completion,
@@ -478,7 +478,7 @@ class WholeResponse:
         text.result = event.result
 
     async def send(self, texts: Coroutine[Any, Any, None]) -> web.StreamResponse:
-        """Runs `texts`, which calls `receive`, and sends the response."""
+        """Run `texts`, which calls `receive`, and send the response."""
         await texts
         content = await self._place.work(self._content)
         response = web.StreamResponse(headers={"Content-Type": "application/json; charset=utf-8"})
@@ -530,7 +530,7 @@ class EventStream:
             await self._flushed()
 
     async def send(self, texts: Coroutine[Any, Any, None]) -> web.StreamResponse:
-        """Runs `texts`, which calls `receive`, and ends the stream."""
+        """Run `texts`, which calls `receive`, and end the stream."""
         quiet = asyncio.create_task(self._keep_alive())
         try:
             await texts
@@ -566,7 +566,7 @@ class EventStream:
                     await self._send(self._writer.keep_alive)
 
     async def _flushed(self) -> None:
-        """Waits until what arrived is sent. Raises what `receive` raises."""
+        """Wait until what arrived is sent. Raises what `receive` raises."""
         if self._flushing is not None:
             await asyncio.shield(self._flushing)  # a text that is cancelled keeps nothing back
 
@@ -618,7 +618,7 @@ def _as_sse(events: Sequence[Json]) -> bytes:
 
 
 async def _send(request: web.Request, response: web.StreamResponse, content: bytes) -> None:
-    """Sends a part of a response. Raises ConnectionResetError if the caller is gone, or reads
+    """Send a part of a response. Raises ConnectionResetError if the caller is gone, or reads
     nothing."""
     try:
         async with asyncio.timeout(STALLED_SECONDS):

@@ -7,15 +7,13 @@ import logging
 import queue
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from hashlib import blake2b
 from time import perf_counter
 from typing import TypeVar
 
-import numpy as np
-
 from paceline.kernels import CHUNK
+from paceline.prefixes import CHUNK_TOKENS, chunk_keys
 from paceline.service.exchange import Waiter
 from paceline.verifier.engine.batch import Batch
 from paceline.verifier.engine.job import (
@@ -28,14 +26,9 @@ from paceline.verifier.engine.job import (
 )
 from paceline.verifier.kv.base import OutOfMemory
 
-# Texts are compared in chunks of this many tokens. A shorter common prefix is computed again.
-CHUNK_TOKENS = 64
-
 # Time of commands between two steps, the last one excepted: a prompt that takes over the KV of a
 # long one takes a tenth of a second, and the steps of other texts go on between several.
 _COMMAND_SECONDS = 0.01
-
-Key = bytes  # digest of a user and the chunks of a text up to one of them
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -52,8 +45,8 @@ class PrefixCache:
         """Make an empty cache that keeps at most ``max_kept`` ended sequences."""
         self._max_kept = max_kept
         self._kept: OrderedDict[CachedSequence, None] = OrderedDict()
-        self._found: dict[Key, dict[CachedSequence, None]] = {}
-        self._keys: dict[CachedSequence, list[Key]] = {}
+        self._found: dict[bytes, dict[CachedSequence, None]] = {}
+        self._keys: dict[CachedSequence, list[bytes]] = {}
 
     def __len__(self) -> int:
         """Number of ended sequences that are kept."""
@@ -66,7 +59,7 @@ class PrefixCache:
     def add(self, sequence: CachedSequence) -> None:
         """Let a sequence be found by its committed text. A second call adds what is new."""
         keys = self._keys.setdefault(sequence, [])
-        new = _keys(sequence.text.owner, sequence.tokens[: sequence.committed])[len(keys) :]
+        new = chunk_keys(sequence.tokens[: sequence.committed], sequence.text.owner)[len(keys) :]
         for key in new:
             self._found.setdefault(key, {})[sequence] = None
         keys += new
@@ -95,7 +88,7 @@ class PrefixCache:
         best: CachedSequence | None = None
         with_states: CachedSequence | None = None
         layers = _layers(sequence)
-        for key in _keys(sequence.text.owner, sequence.tokens[:-1]):
+        for key in chunk_keys(sequence.tokens[:-1], sequence.text.owner):
             found = self._found.get(key)
             if not found:
                 break
@@ -135,18 +128,6 @@ def _layers(sequence: CachedSequence) -> set[int]:
     """Layers whose hidden states a sequence keeps for drafters."""
     taps = sequence.kv.taps
     return set() if taps is None else {*taps.layout.taps.layers}
-
-
-def _keys(user: str, tokens: Sequence[int]) -> list[Key]:
-    """The key of each whole chunk: a digest of the user and of the text up to its end."""
-    state = blake2b(user.encode(), digest_size=16)
-    state.update(b"\0")
-    keys = []
-    chunks = np.asarray(tokens, dtype=np.uint32)
-    for start in range(0, len(chunks) - CHUNK_TOKENS + 1, CHUNK_TOKENS):
-        state.update(chunks[start : start + CHUNK_TOKENS].tobytes())
-        keys.append(state.copy().digest())
-    return keys
 
 
 class JobQueue:
