@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BUDGET = {
     "kernels": 10_026,
     "services/common": 18_015,
-    "services/verifier": 10_210,
+    "services/verifier": 10_209,
     "services/drafter": 9_984,
     "client": 17_509,
     "train": 6_043,

@@ -97,7 +97,7 @@ def _services(args: argparse.Namespace) -> Iterator[None]:
 
 
 def _converse(chat: Chat, runner: asyncio.Runner) -> None:
-    """Answers messages until the input ends or /quit. A message is a line, or lines between two
+    """Answer messages until the input ends or /quit. A message is a line, or lines between two
     :data:`QUOTES`."""
     with suppress(ImportError):
         import readline  # noqa: F401 - gives `input` a history and editing

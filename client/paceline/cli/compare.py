@@ -177,7 +177,7 @@ async def _warm_up(
     drafters: Sequence[str],
     options: Mapping[str, Any],
 ) -> str:
-    """Generates some tokens with each drafter, so that what follows is not measured on cold
+    """Generate some tokens with each drafter, so that what follows is not measured on cold
     services. Returns the fastest one."""
     row = await _measure(client, prompt, drafters, {**options, "max_new_tokens": _WARM_UP}, 1)
     return max(drafters, key=row.speed)
@@ -190,7 +190,7 @@ async def _measure(
     options: Mapping[str, Any],
     runs: int,
 ) -> PromptComparison:
-    """Generates after a prompt without a drafter, then with each one, and all that `runs` times.
+    """Generate after a prompt without a drafter, then with each one, and all that `runs` times.
 
     The client has the options `_UNSEEN`; `options` are arguments of `Client.generate`. Raises
     PacelineError if a service failed, or the text ends with its first token.
@@ -288,7 +288,7 @@ def _as_json(rows: Sequence[PromptComparison]) -> dict[str, object]:
 
 
 def _report(console: Console, rows: Sequence[PromptComparison]) -> None:
-    """Prints speeds by prompt, a verdict for each drafter, and whether all tokens are equal."""
+    """Print speeds by prompt, a verdict for each drafter, and whether all tokens are equal."""
     names = [name for name in rows[0].results if name != "none"]
     table = Table(
         title="Tokens/s after the first token, on prompts that no drafter has seen",
@@ -348,7 +348,7 @@ def run_demo(args: argparse.Namespace) -> int:
 async def _show(
     console: Console, verifier: str, prompts: Sequence[Prompt], args: argparse.Namespace
 ) -> list[PromptComparison]:
-    """Streams the answer to the first prompt with the fastest drafter, then compares all."""
+    """Stream the answer to the first prompt with the fastest drafter, then compare all."""
     async with Client(verifier, drafting=_UNSEEN) as client:
         names = await client.drafters()
         encoded = await _encode(client, prompts, args.max_new_tokens)
@@ -367,7 +367,7 @@ async def _stream(
     drafter: str,
     options: Mapping[str, Any],
 ) -> None:
-    """Prints the text as it is generated, accepted drafted tokens in colour."""
+    """Print the text as it is generated, accepted drafted tokens in colour."""
     legend = Text.assemble(
         "\nplain: the target model's own tokens   ",
         (f"green: drafted by {drafter}, accepted by the target", _DRAFTED),

@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    """Prints facts about a folder, and what is wrong with it; returns 1 if anything is."""
+    """Print facts about a folder, and what is wrong with it; returns 1 if anything is."""
     from paceline.drafter.inspection import inspect_drafter
 
     if not (args.folder.is_file() or (args.folder / "config.json").is_file()):
@@ -149,7 +149,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 async def _call_all(args: argparse.Namespace) -> None:
-    """Runs the action with the service at each address of the list."""
+    """Run the action with the service at each address of the list."""
     connections = Connections(read_token(args.token_file), tls_of(args))
     with exit_with(1, OSError):
         found = [await addresses_of(entry) for entry in parse_addresses(args.address, "drafter")]

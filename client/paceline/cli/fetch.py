@@ -232,7 +232,7 @@ def _as_folder(file: Path) -> Path:
 
 
 def _write_tokenizer(source: ModelSource, folder: Path) -> None:
-    """Writes the tokenizer of a model, its chat template and its end tokens, which transformers
+    """Write the tokenizer of a model, its chat template and its end tokens, which transformers
     reads otherwise than llama.cpp, into a folder."""
     content = source.tokenizer
     if not content:

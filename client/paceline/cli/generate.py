@@ -182,7 +182,7 @@ def as_json(result: GenerationResult) -> dict[str, object]:
 async def _generate(
     client: Client, generation: Generation, answer: Generation | None, *, show: bool
 ) -> GenerationResult:
-    """Runs the `answer`, if there is one and the model has a chat template; else the generation."""
+    """Run the `answer`, if there is one and the model has a chat template; else the generation."""
     async with client:
         if answer is not None and (await client.model()).facts.chat_template:
             generation = answer

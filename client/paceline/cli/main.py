@@ -110,7 +110,7 @@ class _Parser(argparse.ArgumentParser):
         (file or sys.stderr).write(message)  # argparse's own hides that it cannot be written
 
     def refuse_unknown(self, argv: Sequence[str]) -> None:
-        """Ends the command for an option that it does not have, before its value is taken for
+        """End the command for an option that it does not have, before its value is taken for
         something else."""
         options = [word for word in itertools.takewhile("--".__ne__, argv) if word[:2] == "--"]
         known = self.options()
@@ -126,7 +126,7 @@ class _Parser(argparse.ArgumentParser):
         return found
 
     def refuse(self, words: Sequence[str]) -> NoReturn:
-        """Ends the command for words that are no arguments of it."""
+        """End the command for words that are no arguments of it."""
         options = [word.partition("=")[0] for word in words if word.startswith("--")]
         if not options:
             self.error(f"unexpected: {' '.join(words)}")

@@ -205,7 +205,7 @@ class TemplateProcess:
         return self._process
 
     def close(self) -> None:
-        """Ends the process."""
+        """End the process."""
         if self._process is not None:
             self._process.kill()  # ends what it renders, and so the wait for the lock
         with self._lock:

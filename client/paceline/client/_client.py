@@ -126,7 +126,7 @@ class Client:
 
     @takes(GenerationOptions)
     def generate(self, prompt: str | Sequence[int], **options: Any) -> Generation:
-        """Continues a prompt. Await the generation for the whole result, or iterate to stream.
+        """Continue a prompt. Await the generation for the whole result, or iterate to stream.
 
         The tokens are a function of model, prompt, sampling parameters and seed alone: drafters,
         crashes and restarts do not change them. With `acceptance="rejection"` this holds for their
@@ -146,7 +146,7 @@ class Client:
 
     @takes(ChatOptions)
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Generation:
-        """Answers a conversation, as `generate` continues a prompt. The template is the model's.
+        """Answer a conversation, as `generate` continues a prompt. The template is the model's.
 
         Args:
             messages: in the form of OpenAI's API, oldest first.
@@ -176,7 +176,7 @@ class Client:
         return await self._state.fleet.model()
 
     async def check(self, receipt: Receipt) -> ReceiptCheck:
-        """Generates the text of a receipt again, without drafts, and compares the tokens. Raises
+        """Generate the text of a receipt again, without drafts, and compare the tokens. Raises
         PacelineError if that fails."""
         facts = (await self.model()).facts
         if (found := not_comparable(receipt, facts, numerics_of(facts))) is not None:
@@ -189,7 +189,7 @@ class Client:
         return not_comparable(receipt, facts, again.numerics) or compared(receipt, again)
 
     def set_verifiers(self, addresses: str) -> None:
-        """Replaces the list of verifiers. New generations go to those of the new list.
+        """Replace the list of verifiers. New generations go to those of the new list.
 
         Generations on a verifier that is not in it finish there.
 
@@ -210,14 +210,14 @@ class Client:
         return await self._state.fleet.drafters()
 
     def fail(self, message: str) -> None:
-        """Stops all generations, and waits for a verifier: they raise ClientClosedError with the
+        """Stop all generations, and wait for a verifier: they raise ClientClosedError with the
         message."""
         self._state.fleet.ended = message
         for generation in self._state.generations:
             generation.fail(message)
 
     async def aclose(self) -> None:
-        """Stops all generations, releases their caches and disconnects. Safe to call again."""
+        """Stop all generations, release their caches and disconnect. Safe to call again."""
         if not self._state.forked:
             await self._state.close()
 
@@ -303,7 +303,7 @@ class SyncClient:
         self._wait_for(set_them)
 
     def close(self) -> None:
-        """Stops all generations, disconnects, and ends the thread. Safe to call again."""
+        """Stop all generations, disconnect, and end the thread. Safe to call again."""
         if self._loop.is_closed() or self._client._state.forked:
             return
         self._wait_for(self._client.aclose)

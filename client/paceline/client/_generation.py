@@ -117,15 +117,15 @@ class Generation:
         return self._read()
 
     def cancel(self) -> None:
-        """Stops the generation. Awaiting it returns the text so far, as "cancelled"."""
+        """Stop the generation. Awaiting it returns the text so far, as "cancelled"."""
         self._stop(_Cancelled())
 
     def fail(self, message: str) -> None:
-        """Stops the generation. Awaiting it raises ClientClosedError."""
+        """Stop the generation. Awaiting it raises ClientClosedError."""
         self._stop(ClientClosedError(message))
 
     async def aclose(self) -> None:
-        """Stops the generation and waits until its cache, kept or not, is released."""
+        """Stop the generation and wait until its cache, kept or not, is released."""
         self.cancel()
         if self._task is not None:
             await asyncio.wait([self._task])
@@ -229,7 +229,7 @@ class Generation:
         return Usage(len(self._prompt_tokens), len(self._output.token_ids), self._reused)
 
     async def _generate(self) -> None:
-        """Runs to the end of the text, the deadline or `cancel`, whichever comes first."""
+        """Run to the end of the text, the deadline or `cancel`, whichever comes first."""
         deadline = self._options.deadline
         self._cancellable = True
         timeout = asyncio.timeout(deadline)
@@ -297,7 +297,7 @@ class Generation:
             self._publish(response, cost(response))
 
     def _record(self, response: verifier_pb2.Round) -> None:
-        """Adds a response to the statistics."""
+        """Add a response to the statistics."""
         if response.steps:
             self.stats.rounds.append(RoundStats.read(response))
         self.stats.fallbacks.update(response.fallbacks)
@@ -307,7 +307,7 @@ class Generation:
             self._state.fleet.drafting_failed(reason, response.fallback_message)
 
     def _publish(self, response: verifier_pb2.Round, steps: int) -> None:
-        """Adds the tokens to the output, and a chunk to the queue of the reader, if there is one.
+        """Add the tokens to the output, and a chunk to the queue of the reader, if there is one.
 
         `steps` is its cost, which the reader gives back.
         """
@@ -316,7 +316,7 @@ class Generation:
             self._chunks.put_nowait((chunk, steps))
 
     def _clean_up(self) -> None:
-        """Begins the release of the cache, or keeps it."""
+        """Begin the release of the cache, or keep it."""
         stream = self._stream
         if stream is None:
             return
@@ -328,7 +328,7 @@ class Generation:
             self._releasing = self._state.in_background(stream.release())
 
     async def _renew_lease(self, stream: TokenStream) -> None:
-        """Keeps the cache of a finished generation until `aclose`."""
+        """Keep the cache of a finished generation until `aclose`."""
         try:
             while True:
                 await asyncio.sleep(stream.lease_seconds / 6)
@@ -379,14 +379,14 @@ class ClientState:
         return not {self._pid, Connections.pid} <= {None, os.getpid()}
 
     def in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Runs a coroutine in a task that cancelling a user's task does not cancel."""
+        """Run a coroutine in a task that cancelling a user's task does not cancel."""
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
         return task
 
     async def close(self) -> None:
-        """Stops all generations, waits a while for the release of their caches, disconnects."""
+        """Stop all generations, wait a while for the release of their caches, disconnect."""
         self.closed = True
         self.fleet.ended = self.fleet.ended or "the client was closed"
         for generation in self.generations:

@@ -252,7 +252,7 @@ class ChatOptions(GenerationOptions):
 def takes(
     options: Callable[P, GenerationOptions],
 ) -> Callable[[Callable[Concatenate[Any, A, ...], T]], Callable[Concatenate[Any, A, P], T]]:
-    """Decorates a method `(self, prompt, **options)` with the signature and the documentation of
+    """Decorate a method `(self, prompt, **options)` with the signature and the documentation of
     its options.
 
     Type checkers, editors and `help` show all of them, without a second list. An unknown one is a
@@ -264,12 +264,12 @@ def takes(
 def takes_all(
     of: Callable[P, Any],
 ) -> Callable[[Callable[..., T]], Callable[Concatenate[Any, P], T]]:
-    """Decorates a method `(self, *args, **options)` with the signature of a class."""
+    """Decorate a method `(self, *args, **options)` with the signature of a class."""
     return lambda method: _with_parameters(method, 1, of)
 
 
 def _with_parameters(method: Any, own: int, options: Callable[..., Any]) -> Any:
-    """Gives the method a signature: its first `own` parameters, then one for each option."""
+    """Give the method a signature: its first `own` parameters, then one for each option."""
     kept = list(signature(method).parameters.values())[:own]
     parameters = [*kept, *signature(options).parameters.values()]
     names = [each.name for each in parameters]
@@ -320,7 +320,7 @@ def field_docs(kind: type) -> dict[str, str]:
 
 
 def add_field_docs(kind: type) -> None:
-    """Adds `field_docs` to the docstring of a dataclass, for `help`."""
+    """Add `field_docs` to the docstring of a dataclass, for `help`."""
     entries = [f"    {name}: {text}".rstrip() for name, text in field_docs(kind).items()]
     kind.__doc__ = "\n".join([f"{inspect.cleandoc(kind.__doc__ or '')}\n\nAttributes:", *entries])
 

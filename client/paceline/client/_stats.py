@@ -97,7 +97,7 @@ class RoundStats:
 
     @classmethod
     def read(cls, message: verifier_pb2.Round) -> RoundStats:
-        """Reads a round of the verifier, with at least one step."""
+        """Read a round of the verifier, with at least one step."""
         drafter, _, version = message.drafter.partition("@")
         return cls(
             drafted=len(message.tree.tokens),
@@ -297,7 +297,7 @@ class Stats:
         return sum(entry.round_ms for entry in self.rounds)
 
     def explain(self) -> str:
-        """Says in words who drafted how much, why rounds have no draft, and what drafting gained.
+        """Say in words who drafted how much, why rounds have no draft, and what drafting gained.
 
         For example: "dspark@2 drafted 31 of 40 rounds, which emitted 1.9 tokens each; 9 rounds had
         no draft: drafting did not pay (6), the draft came too late (3). About 1.2 times as fast as
@@ -335,7 +335,7 @@ class Stats:
         return text
 
     def unused(self, drafter: str | None) -> str:
-        """Says in words that a named drafter drafted in no round of a text, and why; empty if none
+        """Say in words that a named drafter drafted in no round of a text, and why; empty if none
         is named, it did, or there were only few rounds."""
         name = (drafter or "none").partition("@")[0]
         if name in ("none", LOCAL) or self.steps < _ENOUGH_STEPS:
@@ -376,7 +376,7 @@ class Stats:
         }
 
     def merge(self, other: Stats) -> None:
-        """Adds the statistics of another generation; times are sums."""
+        """Add the statistics of another generation; times are sums."""
         self.rounds += other.rounds
         self.fallbacks.update(other.fallbacks)
         self.problems += other.problems
@@ -414,7 +414,7 @@ class GenerationTrace:
 
     @classmethod
     def start(cls, options: GenerationOptions, operation: str) -> GenerationTrace | None:
-        """Starts the span of the generation, an `operation`, as a child of the current one.
+        """Start the span of the generation, an `operation`, as a child of the current one.
 
         The span becomes the current one of this task. Returns None if it is not recorded.
         """
@@ -436,7 +436,7 @@ class GenerationTrace:
         self._root.set_attributes({Attribute.REQUEST_MODEL: model, Attribute.RESPONSE_MODEL: model})
 
     def begin_prefill(self, address: str) -> str:
-        """Starts the span of a prefill; returns the traceparent for the verifier at `address`."""
+        """Start the span of a prefill; returns the traceparent for the verifier at `address`."""
         from opentelemetry import trace
 
         parent = trace.set_span_in_context(self._root)
@@ -448,7 +448,7 @@ class GenerationTrace:
         return traceparent_of(self._prefill)
 
     def end_prefill(self, outcome: verifier_pb2.CacheCreated | BaseException | None) -> None:
-        """Ends the prefill's span, if one is open, with the created cache or an error."""
+        """End the prefill's span, if one is open, with the created cache or an error."""
         span, self._prefill = self._prefill, None
         if span is None:
             return
@@ -468,7 +468,7 @@ class GenerationTrace:
     def finish(
         self, usage: Usage, stats: Stats, finish_reason: str, error: BaseException | None
     ) -> None:
-        """Ends all spans; `error` is the exception of a failed generation."""
+        """End all spans; `error` is the exception of a failed generation."""
         self.end_prefill(error)  # one that a cancellation or a failure interrupted
         self._root.set_attributes(
             {

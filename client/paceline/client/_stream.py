@@ -126,7 +126,7 @@ class TokenStream:
             return response
 
     async def taken(self, steps: int) -> None:
-        """Records that the reader took responses of this cost; grants credits from time to time."""
+        """Record that the reader took responses of this cost; grant credits from time to time."""
         self._unread -= steps
         if self._room() >= max(1, self._window // 4):
             await self._grant()
@@ -137,14 +137,14 @@ class TokenStream:
         await self._grant()
 
     def end(self) -> None:
-        """Ends the stream and keeps the cache."""
+        """End the stream and keep the cache."""
         if self._stream is not None:
             self._stream.cancel()
             self._stream = None
             self._received.clear()
 
     async def create(self, avoid: Collection[Verifier] = ()) -> verifier_pb2.CacheCreated:
-        """Prefills prompt and output and returns the cache with the next token.
+        """Prefill prompt and output and return the cache with the next token.
 
         Tries another verifier if one is unreachable, full or too small, and the same again if there
         is none and it may succeed later. Those in `avoid` are chosen only if there are no others.
@@ -186,14 +186,14 @@ class TokenStream:
                 self._parent, avoid = b"", {verifier}
 
     async def renew(self) -> None:
-        """Renews the lease of a cache without a stream. Never raises."""
+        """Renew the lease of a cache without a stream. Never raises."""
         request = verifier_pb2.RenewLeaseRequest(handle=self.handle)
         if self._verifier is not None:
             with suppress(PacelineError):
                 await self._verifier.transport.renew_lease(request)
 
     async def release(self) -> None:
-        """Releases the cache. Never raises; safe to call again."""
+        """Release the cache. Never raises; safe to call again."""
         request = verifier_pb2.ReleaseCacheRequest(handle=self.handle)
         verifier = self._forget()
         if verifier is None:
@@ -209,7 +209,7 @@ class TokenStream:
             logger.info("a cache was not released, its lease will expire: %s", error)
 
     def _forget(self) -> Verifier | None:
-        """Ends the use of the cache; returns the verifier that has it, None without a cache."""
+        """End the use of the cache; returns the verifier that has it, None without a cache."""
         handle, self.handle = self.handle, b""
         verifier = self._fleet.caches.pop(handle, None)
         if verifier is not None:
@@ -235,7 +235,7 @@ class TokenStream:
     async def _write(
         self, stream: GenerateStream, start: verifier_pb2.GenerateStart | None
     ) -> None:
-        """Sends the start of a stream, if given, and grants steps."""
+        """Send the start of a stream, if given, and grant steps."""
         steps = self._free()
         self._granted += steps
         try:
@@ -246,7 +246,7 @@ class TokenStream:
             self._late_credits = start is None
 
     async def _open(self) -> GenerateStream:
-        """Opens a stream at the end of the output."""
+        """Open a stream at the end of the output."""
         assert self._verifier is not None, "there is a cache"
         options, drafting = self._request.options, self._request.drafting
         start = verifier_pb2.GenerateStart(
@@ -281,7 +281,7 @@ class TokenStream:
         return response
 
     async def _recover(self, error: PacelineError) -> verifier_pb2.CacheCreated | None:
-        """Prepares the next read after a failure; returns the new cache if there is one.
+        """Prepare the next read after a failure; returns the new cache if there is one.
 
         Raises `error` if the generation cannot recover from it.
         """
@@ -327,7 +327,7 @@ class TokenStream:
     async def _recreate(
         self, reason: str, avoid: Collection[Verifier] = ()
     ) -> verifier_pb2.CacheCreated:
-        """Prefills prompt and output again, and counts why."""
+        """Prefill prompt and output again, and count why."""
         before = self._verifier
         self._forget()
         created = await self.create(avoid)
@@ -337,7 +337,7 @@ class TokenStream:
         return created
 
     async def _pause_after_failed_step(self, error: ServerError) -> None:
-        """Pauses after the first failed step. Raises `error` for a second one and other faults."""
+        """Pause after the first failed step. Raises `error` for a second one and other faults."""
         if error.reason != "STEP_FAILED" or self._step_failed:
             raise error
         logger.info("prefilling once more after: %s", error)

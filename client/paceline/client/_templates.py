@@ -642,7 +642,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def _serve(source: BinaryIO, sink: BinaryIO) -> None:
-    """Renders conversations until the input ends. Each is JSON: `seconds` and the fields of
+    """Render conversations until the input ends. Each is JSON: `seconds` and the fields of
     `Conversation`; the response is the prompt, or an error."""
     import signal
 
@@ -664,7 +664,7 @@ def _serve(source: BinaryIO, sink: BinaryIO) -> None:
 
 
 def _main() -> None:
-    """Renders for the parent process, with as much memory as the first argument says, in bytes.
+    """Render for the parent process, with as much memory as the first argument says, in bytes.
 
     The limits are those of POSIX systems.
     """

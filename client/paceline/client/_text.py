@@ -204,7 +204,7 @@ class Detokenizer:
         return f"<Detokenizer: {self._fresh_text()[self._released :]!r} is not final>"
 
     def push(self, token: int) -> str:
-        """Adds a token and returns the text that became final, often empty."""
+        """Add a token and return the text that became final, often empty."""
         if token in self._shown:
             return self._end_piece() + self._codec.token_text(token)
         if self._codec.is_silent(token):
@@ -241,7 +241,7 @@ class Detokenizer:
         return piece
 
     def _shorten(self, buffered: int) -> None:
-        """Cuts a long run of invalid bytes to its newest tokens; `buffered` characters remain.
+        """Cut a long run of invalid bytes to its newest tokens; `buffered` characters remain.
 
         The character at the cut may decode differently, but it was returned before.
         """
@@ -334,7 +334,7 @@ def _is_panic(error: BaseException) -> bool:
 
 
 def _write_atomically(path: Path, content: bytes) -> None:
-    """Writes a file such that no reader sees a part of it; does nothing if it cannot be written."""
+    """Write a file such that no reader sees a part of it; do nothing if it cannot be written."""
     with suppress(OSError, ValueError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
@@ -489,7 +489,7 @@ class EmittedText:
         return self._stops.matched
 
     def add(self, response: verifier_pb2.Round, round_index: int) -> Chunk:
-        """Adds the tokens of a response, detokenizes them and finds stop strings."""
+        """Add the tokens of a response, detokenize them and find stop strings."""
         result = response.result
         pieces = [] if self._detokenizer is None else self._read(result.tokens)
         tokens = tuple(result.tokens[: len(pieces)] if self._detokenizer else result.tokens)
@@ -530,7 +530,7 @@ class EmittedText:
         return pieces
 
     def _finish(self, pieces: list[str]) -> None:
-        """Adds the buffered text to the last piece."""
+        """Add the buffered text to the last piece."""
         if self._detokenizer is None:
             return
         rest = self._stops.push(self._detokenizer.flush())
@@ -556,7 +556,7 @@ class StopMatcher:
         self.matched: str | None = None
 
     def push(self, piece: str) -> str:
-        """Adds a piece and returns the text that is final.
+        """Add a piece and return the text that is final.
 
         The buffer keeps only text that may begin a stop string. After `matched` is set, the text
         has ended, and this returns nothing more.

@@ -109,11 +109,11 @@ class Pool:
             self._become(dict.fromkeys(entries, ""))
 
     def expire(self) -> None:
-        """Makes the next `update` resolve names again: a verifier failed."""
+        """Make the next `update` resolve names again: a verifier failed."""
         self._resolved_at = float("-inf")
 
     async def update(self) -> None:
-        """Resolves names again if that is due. Waits for it only if there is no verifier yet."""
+        """Resolve names again if that is due. Waits for it only if there is no verifier yet."""
         for member in [each for each in self._left if not each.running]:
             self._left.remove(member)
             await member.close()
@@ -145,7 +145,7 @@ class Pool:
         self._become((dict.fromkeys(self._members, "") if failures else {}) | found)
 
     def _become(self, addresses: dict[str, str]) -> None:
-        """Adds and removes verifiers. Generations of a removed one finish there."""
+        """Add and remove verifiers. Generations of a removed one finish there."""
         self._left += [self._members[gone] for gone in self._members if gone not in addresses]
         self._members = {
             address: self._members.get(address) or self._make(address, name)
@@ -302,7 +302,7 @@ class GenerateStream:
         self._call, self._address = call, address
 
     async def write(self, request: verifier_pb2.GenerateRequest) -> None:
-        """Sends one message. Raises UnavailableError if the stream has ended."""
+        """Send one message. Raises UnavailableError if the stream has ended."""
         with rpc_errors("verifier", self._address):
             await self._call.write(request)
 
@@ -313,5 +313,5 @@ class GenerateStream:
         return None if response is _EOF else response
 
     def cancel(self) -> None:
-        """Ends the stream, in any state."""
+        """End the stream, in any state."""
         self._call.cancel()

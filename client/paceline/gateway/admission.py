@@ -156,7 +156,7 @@ class Admission:
         self._long = ThreadPoolExecutor(_LONG_THREADS, "paceline-long-request")
 
     def close(self) -> None:
-        """Begins the drain: whoever waits for a body or a verifier is refused, as new requests."""
+        """Begin the drain: whoever waits for a body or a verifier is refused, as new requests."""
         self.gate.close()
         for wait in (*self._arriving.values(), *self._waiting):
             wait.end(_draining)
@@ -166,7 +166,7 @@ class Admission:
         self._long.submit(trim_heap)
 
     def shut_down(self) -> None:
-        """Ends the threads after the last request."""
+        """End the threads after the last request."""
         if self._trimming is not None:
             self._trimming.cancel()
         for pool in (self._short, self._long):
@@ -196,7 +196,7 @@ class Admission:
                 self._trimming = loop.call_later(_TRIM_SECONDS, self._trim)
 
     def count(self, place: Place, size: int) -> None:
-        """Counts the bytes of a body. Raises ApiError if there is no memory for them."""
+        """Count the bytes of a body. Raises ApiError if there is no memory for them."""
         self._bytes += size - place.counted_bytes
         place.counted_bytes = size
         while self._bytes > self._max_bytes:
@@ -204,7 +204,7 @@ class Admission:
                 raise _overloaded()
 
     def _take_from_another(self, place: Place | None, error: Callable[[], ApiError]) -> bool:
-        """Refuses the request whose body has been arriving longest; whether there is one. Where
+        """Refuse the request whose body has been arriving longest; whether there is one. Where
         memory is needed for `place`, it is one that has some."""
         for other, wait in self._arriving.items():
             if place is None or (other is not place and other.counted_bytes):
@@ -221,7 +221,7 @@ class Admission:
 
     @asynccontextmanager
     async def arriving(self, place: Place) -> AsyncIterator[None]:
-        """Reads a body, until it is too late or another request takes the place."""
+        """Read a body, until it is too late or another request takes the place."""
         wait = Wait(BODY_SECONDS, _slow)
         self._arriving[place] = wait
         try:

@@ -111,7 +111,7 @@ class JobBuilder:
         self._templates = {long: TemplateProcess() for long in (False, True)}
 
     async def close(self) -> None:
-        """Ends the processes that render chat templates."""
+        """End the processes that render chat templates."""
         for each in self._templates.values():
             await asyncio.to_thread(each.close)
 
@@ -334,7 +334,7 @@ def _named(name: str, body: CommonRequest, job: GenerationJob) -> GenerationJob:
 async def generate_texts(
     client: Client, job: GenerationJob, receive: Callable[[TextEvent], Awaitable[None]]
 ) -> None:
-    """Generates all choices of all prompts concurrently, in the order of the prompts.
+    """Generate all choices of all prompts concurrently, in the order of the prompts.
 
     The first choice of a prompt is prefilled, the others fork its cache. Where the verifier has no
     memory for another prompt, it waits for one of the same request to end. Cancelling it stops all
@@ -393,7 +393,7 @@ async def generate_texts(
 
 
 async def _run_all(*work: Coroutine[Any, Any, None]) -> None:
-    """Runs all concurrently. The first error cancels the others and is raised."""
+    """Run all concurrently. The first error cancels the others and is raised."""
     try:
         async with asyncio.TaskGroup() as group:
             for each in work:

@@ -65,7 +65,7 @@ class GatewayMetrics(Metrics):
         super().__init__(registry, _OF_REQUESTS)
 
     def show(self, gate: Gate, models: Models) -> None:
-        """Adds the number of requests in flight, and the state of each verifier."""
+        """Add the number of requests in flight, and the state of each verifier."""
         _ClientMetrics(self._registry, gate, models)
 
     def text(self, accept: str) -> tuple[bytes, str]:

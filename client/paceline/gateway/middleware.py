@@ -87,7 +87,7 @@ def guard(api_key: str | None) -> Middleware:
 
 
 def observe(metrics: GatewayMetrics | None, *, access_log: bool) -> Middleware:
-    """Gives a request its id and its span, counts it, and writes its line of the access log."""
+    """Give a request its id and its span, count it, and write its line of the access log."""
 
     @web.middleware
     async def observed(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -126,7 +126,7 @@ def _span(request: web.Request, route: str) -> AbstractContextManager[Span | Non
 
 
 def _end(span: Span, status: int) -> None:
-    """Sets the status of a request's span; errors are the server's and broken connections."""
+    """Set the status of a request's span; errors are the server's and broken connections."""
     span.set_attribute(Attribute.HTTP_STATUS, status)
     if status >= DISCONNECTED:
         from opentelemetry.trace import StatusCode
@@ -166,7 +166,7 @@ class Sites:
         self._allows_local = options.api_key is None
 
     def check(self) -> Middleware:
-        """Refuses requests of other sites, and answers the preflight requests of pages."""
+        """Refuse requests of other sites, and answer the preflight requests of pages."""
 
         @web.middleware
         async def checked(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -204,7 +204,7 @@ class Sites:
         return checked
 
     async def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Adds the id, warnings and CORS headers to every response."""
+        """Add the id, warnings and CORS headers to every response."""
         response.headers["x-request-id"] = request.get(REQUEST_ID, "")
         warnings = [changes] if (changes := request.get(CHANGES)) else []
         unknown = request.get(UNKNOWN_FIELDS)

@@ -290,7 +290,7 @@ def _messages_of(index: int, fields: dict[str, Any]) -> list[dict[str, Any]]:
 
 @contextmanager
 def errors_of_response() -> Iterator[None]:
-    """Lets errors of the chat that a response becomes name the fields of the response."""
+    """Let errors of the chat that a response becomes name the fields of the response."""
     try:
         yield
     except ApiError as error:
@@ -362,7 +362,7 @@ class ResponsesWriter(PartsWriter):
         return events
 
     def _begin(self, kind: str) -> list[Json]:
-        """Begins a message, or what the model thinks."""
+        """Begin a message, or what the model thinks."""
         self._open = kind
         item: Json = {"id": "", "type": kind, "status": "in_progress", "content": []}
         if kind == "message":

@@ -172,7 +172,7 @@ class Gateway:
     async def _read(
         self, request: web.Request, place: Place, kind: type[AnyBody], *, whole: bool = False
     ) -> AnyBody:
-        """Reads and validates a request. Its unknown fields are noted in `request[UNKNOWN_FIELDS]`.
+        """Read and validate a request. Its unknown fields are noted in `request[UNKNOWN_FIELDS]`.
         Where the answer is always `whole`, no comments of a stream come before it.
 
         The content type must be JSON, which pages of other sites cannot send without CORS. Raises
@@ -204,7 +204,7 @@ class Gateway:
         stream: bool,
         only_prompts: bool = False,
     ) -> web.StreamResponse:
-        """Generates the texts of a job and sends them.
+        """Generate the texts of a job and send them.
 
         `stream` sends each chunk as an event, `only_prompts` only what is known of the prompts.
         """

@@ -255,7 +255,7 @@ class CallParser:
             self._state, self._begun = "start", False
 
     def _started(self) -> bool:
-        """Finds the form at the start of a text; False: more of it is needed."""
+        """Find the form at the start of a text; False: more of it is needed."""
         stripped = self._left.lstrip()
         if self.thoughts:  # white space behind a thought belongs to it
             self._left = stripped
@@ -281,7 +281,7 @@ class CallParser:
         return True
 
     def _open(self, found: re.Match[str]) -> Iterator[Part]:
-        """Goes on behind a mark in a text; what is before it is final."""
+        """Go on behind a mark in a text; what is before it is final."""
         before, mark = self._left[: found.start()], found[0]
         self._left = self._left[found.end() :]
         if mark in THOUGHTS:

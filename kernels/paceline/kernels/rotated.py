@@ -43,9 +43,9 @@ _LEAST_ROWS = 32  # of the GPU's products
 _CHUNK = 1 << 20  # weights that are quantised at once on a CPU
 
 
-def block_size(ins: int, most: int) -> int:
-    """The largest power of two up to ``most`` that divides a number of inputs."""
-    return min(most, ins & -ins)
+def block_size(ins: int, max_size: int) -> int:
+    """The largest power of two up to ``max_size`` that divides a number of inputs."""
+    return min(max_size, ins & -ins)
 
 
 def rotates(ins: int) -> bool:
@@ -108,15 +108,15 @@ class RotatedMatrix:
     size: int  # inputs that are rotated together
 
     @classmethod
-    def of(cls, weight: Tensor, most: int = SIZE) -> Self:
-        """Rotate and quantise ``[outs, ins]`` of a float type; ``most``: see :func:`block_size`.
+    def of(cls, weight: Tensor, max_size: int = SIZE) -> Self:
+        """Rotate and quantise ``[outs, ins]`` of a float type, with blocks of :func:`block_size`.
         Raises ``ValueError``: the number of inputs is no multiple of 8, or too large."""
         ins = weight.shape[1]
         if not rotates(ins):
             raise ValueError(
                 f"it has {ins} inputs, expected a multiple of {_MULTIPLE} up to {MAX_INS}"
             )
-        size = block_size(ins, most)
+        size = block_size(ins, max_size)
         values, scale = quantise_rows(weight.contiguous(), size)
         return cls.stored(values, scale / size, size)
 

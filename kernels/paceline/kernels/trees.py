@@ -162,7 +162,7 @@ class EqualBlocks(Sequence[QueryBlock]):
     trees of several texts. The blocks themselves are made where somebody asks for them."""
 
     def __init__(self, first: QueryBlock, starts: NDArray[np.int64]) -> None:
-        """Takes the block of sequence 0, and the starts of all, int64 ``[S]``."""
+        """Take the block of sequence 0, and the starts of all, int64 ``[S]``."""
         self.first = first  # the block of sequence 0
         self.starts = starts  # starts of all
 

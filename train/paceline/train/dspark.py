@@ -246,7 +246,7 @@ def weighted_loss(
 ) -> Tensor:
     """Equation 12, a scalar: the mean over blocks of weighted sums over positions.
 
-    The cross-entropy is that of the target's distribution: its mean is that of the paper, whose
+    The cross-entropy is with the target's distribution: it has the mean of the paper's, whose
     labels are tokens, and its gradient has less noise.
 
     A label that is not drafted teaches the confidence head alone, that it is never accepted, and

@@ -128,7 +128,7 @@ class Checked:
         *,
         optional: bool = False,
     ) -> None:
-        """Checks a parameter, as of `checked`, and keeps it as `kind`; None too, if `optional`."""
+        """Check a parameter, as of `checked`, and keep it as `kind`; None too, if `optional`."""
         value = getattr(self, parameter)
         if not (optional and value is None):
             self._keep(parameter, checked(parameter, value, kind, expected, valid))

@@ -83,16 +83,16 @@ class CudaDriver:
         self._call("cuInit", ctypes.c_uint(0))
 
     def devices(self) -> int:
-        """Returns the number of devices that this process sees."""
+        """Return the number of devices that this process sees."""
         return self._read(ctypes.c_int(), "cuDeviceGetCount").value
 
     def uuid(self, device: int) -> bytes:
-        """Returns the 16 bytes that identify a device; ordinals differ between processes."""
+        """Return the 16 bytes that identify a device; ordinals differ between processes."""
         found = (ctypes.c_ubyte * UUID_BYTES)()
         return bytes(self._read(found, "cuDeviceGetUuid_v2", self._handle(device)))
 
     def create(self, device: int, byte_size: int) -> tuple[Allocation, int]:
-        """Returns new memory and its file descriptor, which the caller closes."""
+        """Return new memory and its file descriptor, which the caller closes."""
         about = _shareable(device)
         with self._context(device), ExitStack() as failed:
             size = ctypes.c_size_t(self._whole(device, byte_size))
@@ -111,7 +111,7 @@ class CudaDriver:
         return allocation, file
 
     def map(self, reader: int, device: int, file: int, byte_size: int) -> Allocation:
-        """Returns memory of another process on a device, by a descriptor that stays open.
+        """Return memory of another process on a device, by a descriptor that stays open.
 
         The device ``reader`` can access it, for reading only where the driver knows such a mapping.
         """
@@ -127,14 +127,14 @@ class CudaDriver:
                 return self._map(reader, memory, size, (_ACCESS_READ, _ACCESS_READWRITE))
 
     def allocate(self, device: int, byte_size: int) -> Allocation:
-        """Returns new memory, for :meth:`export`."""
+        """Return new memory, for :meth:`export`."""
         with self._context(device):
             size = ctypes.c_size_t(byte_size)
             address = self._read(ctypes.c_uint64(), "cuMemAlloc_v2", size)
         return self._allocation(device, address, byte_size, "cuMemFree_v2")
 
     def export(self, device: int, allocation: Allocation) -> bytes:
-        """Returns the handle of CUDA IPC, 64 bytes, by which other processes may open memory."""
+        """Return the handle of CUDA IPC, 64 bytes, by which other processes may open memory."""
         found = (ctypes.c_ubyte * HANDLE_BYTES)()
         with self._context(device):
             return bytes(
@@ -142,7 +142,7 @@ class CudaDriver:
             )
 
     def open(self, reader: int, handle: bytes) -> Allocation:
-        """Returns memory of another process by its handle of CUDA IPC, once in each process.
+        """Return memory of another process by its handle of CUDA IPC, once in each process.
 
         The device ``reader`` can access it.
         """
@@ -163,7 +163,7 @@ class CudaDriver:
         return bool(self._read(ctypes.c_int(), "cuDeviceCanAccessPeer", *handles).value)
 
     def view(self, device: int, address: int, byte_size: int) -> Tensor:
-        """Returns memory as uint8 ``[byte_size]`` on a device that can access it.
+        """Return memory as uint8 ``[byte_size]`` on a device that can access it.
 
         Kernels over the tensor run on that device, wherever the memory is. The memory must outlive
         the tensor.
@@ -185,7 +185,7 @@ class CudaDriver:
             yield
 
     def _whole(self, device: int, byte_size: int) -> int:
-        """Returns a size rounded up to what is created and mapped at once."""
+        """Return a size rounded up to what is created and mapped at once."""
         about = _shareable(device)
         unit = self._read(
             ctypes.c_size_t(), "cuMemGetAllocationGranularity", ctypes.byref(about), ctypes.c_int(0)
@@ -219,7 +219,7 @@ class CudaDriver:
     def _allocation(
         self, device: int, address: ctypes.c_uint64, byte_size: int, free: str
     ) -> Allocation:
-        """Returns memory that one call frees."""
+        """Return memory that one call frees."""
 
         def release() -> None:
             try:
@@ -280,7 +280,7 @@ class _AllocationProp(ctypes.Structure):
 
 
 def _shareable(device: int) -> _AllocationProp:
-    """Returns the properties of memory that has a file descriptor."""
+    """Return the properties of memory that has a file descriptor."""
     return _AllocationProp(
         _ALLOCATION_TYPE_PINNED,
         _HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
@@ -305,7 +305,7 @@ class _DlTensor(ctypes.Structure):
 
 
 def _dl_capsule(device_type: int, device: int, address: int, byte_size: int) -> object:
-    """Returns memory that PyTorch did not allocate, as uint8 ``[byte_size]``.
+    """Return memory that PyTorch did not allocate, as uint8 ``[byte_size]``.
 
     By DLPack, since the CUDA array interface has no device: PyTorch would take the one that the
     memory is on.
@@ -324,7 +324,7 @@ def _dl_capsule(device_type: int, device: int, address: int, byte_size: int) -> 
 
 @lru_cache(maxsize=1)
 def cuda_driver() -> CudaDriver:
-    """Returns the machine's driver. Raises ``DriverError``: there is no driver, or no device."""
+    """Return the machine's driver. Raises ``DriverError``: there is no driver, or no device."""
     return CudaDriver()
 
 
@@ -448,7 +448,7 @@ class MappedMemory:
             raise
 
     def _open(self, open_allocation: Callable[[], Allocation]) -> Allocation:
-        """Returns the allocation; opens it if this process has not."""
+        """Return the allocation; opens it if this process has not."""
         with _LOCK:
             opened = _OPENED.get(self._key)
             if opened is None:

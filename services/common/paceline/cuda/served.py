@@ -50,9 +50,9 @@ def check_served(forward: ServedForward, vocab_size: int, window: int = 0) -> Ba
     text came to be change no bit of its logits.
 
     A text is decoded token by token across borders of 64 and of 256 positions, and where a window
-    ends. Its rows are compared with those of trees and chains, with those of each number of rows
-    that CUDA graphs have, with other texts beside them, and with those of prompts: cut in two, and
-    of the text so far, as behind a resume. ``window`` is the sliding window to pass; 0 if none.
+    ends. Its rows are compared with rows of trees and chains, of each number of rows that CUDA
+    graphs have, with other texts beside them, and of prompts: cut in two, and the text so far, as
+    behind a resume. ``window`` is the sliding window to pass; 0 if none.
     """
     generator = torch.Generator().manual_seed(1)
     text = torch.randint(vocab_size, (served_slots(window)[0],), generator=generator).tolist()

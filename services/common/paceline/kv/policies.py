@@ -37,7 +37,7 @@ _BUILT_IN = {
 
 @lru_cache(maxsize=1)
 def kv_policies() -> Mapping[str, EntryPoint]:
-    """Returns all installed policies by name. A built-in name cannot be registered again."""
+    """Return all installed policies by name. A built-in name cannot be registered again."""
     built_in = (EntryPoint(name, value, GROUP) for name, value in _BUILT_IN.items())
     return MappingProxyType(
         {entry.name: entry for entry in (*entry_points(group=GROUP), *built_in)}
@@ -45,7 +45,7 @@ def kv_policies() -> Mapping[str, EntryPoint]:
 
 
 def load_policy(name: str) -> PolicyFactory:
-    """Returns the factory of a policy; without a name that of ``streaming``. Raises ``ValueError``:
+    """Return the factory of a policy; without a name that of ``streaming``. Raises ``ValueError``:
     no such policy is installed. Raises what importing the policy's module raises."""
     policies = kv_policies()
     if (name or STREAMING) not in policies:

@@ -38,7 +38,7 @@ class ObservedCache(Protocol):
     device: torch.device  # where the KV is
 
     def layer(self, index: int) -> tuple[Plane, Plane]:
-        """Returns keys and values of a layer, each ``[Hkv, capacity, D]``."""
+        """Return keys and values of a layer, each ``[Hkv, capacity, D]``."""
 
 
 class ScoreObserver(ABC):
@@ -80,7 +80,7 @@ class ScoreObserver(ABC):
         self.scores = scores
 
     def nodes(self, block: QueryBlock) -> tuple[int, ...]:
-        """Returns the rows of a block to observe: the first, and the deepest if it is another."""
+        """Return the rows of a block to observe: the first, and the deepest if it is another."""
         deepest = block.depths.index(max(block.depths))
         return (0, deepest) if deepest else (0,)
 
@@ -98,7 +98,7 @@ class ScoreObserver(ABC):
         RoPE, float32 ``[nodes, Hq, D]``."""
 
     def scratch(self) -> Tensor | None:
-        """Returns where a captured CUDA graph can store the scores of all layers: float32
+        """Return where a captured CUDA graph can store the scores of all layers: float32
         ``[layers, nodes or more, Hkv, n]`` with n at least the prefix; None if the observer needs
         more than a captured graph stores."""
         return None
@@ -239,7 +239,7 @@ PolicyFactory = Callable[[ObservedCache, Sequence[int]], SelectionPolicy]
 
 
 def streaming_positions(length: int, budget: int) -> Tensor:
-    """Returns the first of ``length`` positions and the newest, at most ``budget``; 0: all. int64,
+    """Return the first of ``length`` positions and the newest, at most ``budget``; 0: all. int64,
     rising, ``[n]``."""
     parts = [torch.arange(part.start, part.stop) for part in streaming(length, budget)]
     return torch.cat([torch.empty(0, dtype=torch.int64), *parts])

@@ -19,12 +19,12 @@ KV_TYPES = {**STATE_TYPES, kv_pb2.KV_DTYPE_INT8: torch.int8}
 
 
 def cache_dtype(dtype: torch.dtype) -> kv_pb2.KvDtype:
-    """Returns the protocol's number of a cache's type."""
+    """Return the protocol's number of a cache's type."""
     return next(number for number, known in KV_TYPES.items() if known == dtype)
 
 
 def position_bytes(heads: int, head_dim: int, wire: kv_pb2.KvDtype) -> int:
-    """Returns the bytes of keys, values and scales of one position of one layer."""
+    """Return the bytes of keys, values and scales of one position of one layer."""
     return 2 * heads * row_width(head_dim, KV_TYPES[wire]) * KV_TYPES[wire].itemsize
 
 
@@ -61,7 +61,7 @@ def decode(
 
 
 def encode_rows(rows: Tensor) -> bytes:
-    """Returns hidden states ``[n, hidden]`` as row-major bytes, in their own type."""
+    """Return hidden states ``[n, hidden]`` as row-major bytes, in their own type."""
     return rows.contiguous().view(torch.uint8).numpy().tobytes()
 
 

@@ -180,7 +180,7 @@ def _strip(schema: Schema) -> None:
 
 
 def _name_properties(schema: Schema, room: int) -> int:
-    """Writes rules for all names of properties as properties, where no others are. Returns the
+    """Write rules for all names of properties as properties, where no others are. Returns the
     length of their schemas, which is at most `room`; unit: characters."""
     names, other = schema.get("propertyNames"), schema.get("additionalProperties", True)
     if not isinstance(names, dict) or schema.keys() & {"properties", "patternProperties"}:
@@ -213,7 +213,7 @@ def _is_nested(value: Any) -> bool:
 
 
 def _look_ahead(schema: Schema) -> None:
-    """Writes known look-ahead of a pattern, which grammars do not have, without it."""
+    """Write known look-ahead of a pattern, which grammars do not have, without it."""
     pattern, parts = schema.get("pattern"), schema.get("allOf", [])
     if not isinstance(pattern, str) or not isinstance(parts, list):
         return

@@ -56,18 +56,18 @@ class ServerConnections:
             await asyncio.sleep(limits.CONNECTIONS_SECONDS)
             self._close_unused(int(port), max_connections()[0])
 
-    def _close_unused(self, port: int, most: int) -> None:
-        """Close connections at ``port`` until ``most`` are left: those without a call first, and of
-        these those over which nothing has come or gone for the longest time."""
+    def _close_unused(self, port: int, max_open: int) -> None:
+        """Close connections at ``port`` until ``max_open`` are left: those without a call first,
+        the one first over which nothing has come or gone for the longest time."""
         descriptors = os.listdir(_DESCRIPTORS)
-        if len(descriptors) <= most:
+        if len(descriptors) <= max_open:
             return
         found = []
         for descriptor in map(int, descriptors):
             if (use := self._last_used(descriptor, port)) is not None:
                 found.append((*use, descriptor))
         found.sort()
-        for _, _, peer, descriptor in found[: max(0, len(found) - most)]:
+        for _, _, peer, descriptor in found[: max(0, len(found) - max_open)]:
             with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
                 if connection.getpeername()[1] == peer:  # else another one has its number now
                     connection.shutdown(socket.SHUT_RDWR)

@@ -50,12 +50,12 @@ class FramedSocket:
     No call blocks: what the kernel does not take is sent by later calls of :meth:`flush`.
     """
 
-    def __init__(self, connection: socket.socket, longest: int) -> None:
-        """Take over a connected socket. A peer that sends a message of more than ``longest`` bytes
-        is disconnected."""
+    def __init__(self, connection: socket.socket, max_bytes: int) -> None:
+        """Take over a connected socket. A peer that sends more than ``max_bytes`` in a message is
+        disconnected."""
         connection.setblocking(False)
         self._socket = connection
-        self._longest = longest
+        self._max_bytes = max_bytes
         self._unsent = bytearray()
         self._received = bytearray()
 
@@ -103,9 +103,9 @@ class FramedSocket:
         length = self._next_length()
         if length is None:
             return False
-        return length > self._longest or len(self._received) >= _LENGTH.size + length
+        return length > self._max_bytes or len(self._received) >= _LENGTH.size + length
 
-    def receive(self, most: int = sys.maxsize) -> list[bytes]:
+    def receive(self, max_messages: int = sys.maxsize) -> list[bytes]:
         """The messages that have come, at most so many, by one read and without a wait. Others are
         there at the next call: see ``has_message``. Raises ``PeerGone``: the connection is closed,
         or a message is too long."""
@@ -121,10 +121,10 @@ class FramedSocket:
                 raise PeerGone(f"the connection broke: {error}") from error
         messages: list[bytes] = []
         start = 0
-        while len(messages) < most and (length := self._next_length(start)) is not None:
-            if length > self._longest:
+        while len(messages) < max_messages and (length := self._next_length(start)) is not None:
+            if length > self._max_bytes:
                 raise PeerGone(
-                    f"the peer sent a message of {length} bytes, expected at most {self._longest}"
+                    f"the peer sent a message of {length} bytes, expected at most {self._max_bytes}"
                 )
             end = start + _LENGTH.size + length
             if len(self._received) < end:

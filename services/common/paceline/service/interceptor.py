@@ -288,14 +288,14 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         token: str | None,
         on_end: OnEnd | None = None,
         tracer: Tracer | None = None,
-        longest: Mapping[str, int] = MappingProxyType({}),
+        max_bytes: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         """Make an interceptor. A token is required of callers, if there is one; `on_end` is called
         when a call has ended; `tracer` makes spans of unary calls with a traceparent in their
-        metadata (messages of streams have their own). `longest` has the longest requests of methods
-        ("/package.Service/Method") that have others than `limits.MESSAGE_BYTES`. Unit: bytes."""
+        metadata (messages of streams have their own). `max_bytes` has the limits of requests, of
+        methods ("/package.Service/Method") with others than `limits.MESSAGE_BYTES`."""
         self._token = token
-        self._longest = longest
+        self._max_bytes = max_bytes
         self._on_end = on_end
         self._tracer = tracer
         self.address = ""  # where the server listens, for spans; set before the first call
@@ -327,8 +327,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return self._wrapped(method, handler)
 
     def _wrapped(self, method: str, handler: Any) -> grpc.RpcMethodHandler:
-        longest = self._longest.get(method, limits.MESSAGE_BYTES)
-        decode: Deserializer = _decoder(handler.request_deserializer, longest)
+        max_bytes = self._max_bytes.get(method, limits.MESSAGE_BYTES)
+        decode: Deserializer = _decoder(handler.request_deserializer, max_bytes)
         kind = "_".join(
             "stream" if streaming else "unary"
             for streaming in (handler.request_streaming, handler.response_streaming)
@@ -434,7 +434,7 @@ async def _send(outcome: Any, context: Any) -> None:
             await context.write(response)
 
 
-def _decoder(deserializer: Deserializer | None, longest: int) -> Deserializer:
+def _decoder(deserializer: Deserializer | None, max_bytes: int) -> Deserializer:
     if deserializer is None:
         return lambda raw: raw
     # The generated code has the bound method of a message's class, others any function.
@@ -443,7 +443,7 @@ def _decoder(deserializer: Deserializer | None, longest: int) -> Deserializer:
     def decode(raw: bytes) -> Any:
         try:
             if isinstance(kind, type) and issubclass(kind, Message):
-                return parse(kind, raw, longest)
+                return parse(kind, raw, max_bytes)
             return deserializer(raw)
         except MessageTooLarge as error:
             raise ServiceError.invalid_argument(

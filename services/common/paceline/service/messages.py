@@ -20,11 +20,11 @@ class MessageTooLarge(ValueError):
     """A message is too long, or has too many fields."""
 
 
-def parse(kind: type[M], raw: bytes, longest: int) -> M:
-    """Parse a message. Raises ``MessageTooLarge``: it has more than ``longest`` bytes, or too many
+def parse(kind: type[M], raw: bytes, max_bytes: int) -> M:
+    """Parse a message. Raises ``MessageTooLarge``: it has more than ``max_bytes``, or too many
     fields; ``DecodeError``: it is malformed."""
-    if len(raw) > longest:
-        raise MessageTooLarge(f"a message has {len(raw)} bytes, expected at most {longest}")
+    if len(raw) > max_bytes:
+        raise MessageTooLarge(f"a message has {len(raw)} bytes, expected at most {max_bytes}")
     if len(raw) > limits.UNCOUNTED_BYTES:
         count_fields(kind.DESCRIPTOR, raw)
     return kind.FromString(raw)

@@ -97,7 +97,7 @@ def _argument_of(entry: Field[Any]) -> str:
 
 
 def byte_count(text: str) -> int:
-    """Parses a size such as `4096`, `512MiB` or `1.5GiB`; an argparse type. Unit: bytes. Raises
+    """Parse a size such as `4096`, `512MiB` or `1.5GiB`; an argparse type. Unit: bytes. Raises
     argparse.ArgumentTypeError: the text is not a size, or less than one byte."""
     match = _SIZE.fullmatch(text.strip())
     factor = _SIZE_UNITS.get(match[2].lower()) if match else None
@@ -227,7 +227,7 @@ def parse_environment(
     environ: Mapping[str, str], prefix: str, options: type[Any]
 ) -> argparse.Namespace:
     """The arguments of a server inside of another program, which has no command line of its own:
-    ``address``, those of `add_server_arguments` and those of ``options``, each a variable of its
+    ``address``, `add_server_arguments` and the fields of ``options``, each a variable of its
     name in capitals after a prefix. A flag is set by 1. Raises OptionsError: a variable is unknown
     or invalid."""
     parser = _OptionParser(add_help=False, allow_abbrev=False)

@@ -331,10 +331,10 @@ async def _serve(
     on_ready: Callable[[str], None] | None,
     stop: Stop,
 ) -> None:
-    most = options.max_message_bytes
-    longest = {method: min(most, size) for method, size in service.message_bytes.items()}
-    interceptor = CallInterceptor(options.token, on_end, tracer(), longest)
-    arguments = _channel_arguments(options, max(limits.MESSAGE_BYTES, *longest.values(), 0))
+    limit = options.max_message_bytes
+    max_bytes = {method: min(limit, size) for method, size in service.message_bytes.items()}
+    interceptor = CallInterceptor(options.token, on_end, tracer(), max_bytes)
+    arguments = _channel_arguments(options, max(limits.MESSAGE_BYTES, *max_bytes.values(), 0))
     server = grpc.aio.server(interceptors=[interceptor], options=arguments)
     service.register(server)
     health = await _add_health(server, service.service_names)
@@ -467,10 +467,10 @@ def _bind(
     return f"{options.address.rpartition(':')[0]}:{port}"
 
 
-def _channel_arguments(options: ServerOptions, longest: int) -> list[tuple[str, int]]:
+def _channel_arguments(options: ServerOptions, max_bytes: int) -> list[tuple[str, int]]:
     return [
         ("grpc.max_allowed_incoming_connections", max_connections()[1]),
-        ("grpc.max_receive_message_length", min(longest, options.max_message_bytes)),
+        ("grpc.max_receive_message_length", min(max_bytes, options.max_message_bytes)),
         ("grpc.max_send_message_length", options.max_message_bytes),
         ("grpc.max_concurrent_streams", options.max_concurrent_streams),
         ("grpc.server_handshake_timeout_ms", limits.TRANSPORT_SECONDS * 1000),

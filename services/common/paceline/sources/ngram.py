@@ -186,8 +186,8 @@ class SharedTexts:
                 if position <= oldest:
                     break
                 if position not in found:
-                    most = min(match_limit, len(text), position - oldest)
-                    length = self._match_length(text, position, most)
+                    max_length = min(match_limit, len(text), position - oldest)
+                    length = self._match_length(text, position, max_length)
                     if length >= n:
                         found[position] = length
                         if len(found) == limit:
@@ -202,10 +202,10 @@ class SharedTexts:
         found += self._token[: count - len(found)].tolist()  # around the end of the ring
         return tuple(found[: found.index(_SEPARATOR)] if _SEPARATOR in found else found)
 
-    def _match_length(self, text: Sequence[int], position: int, most: int) -> int:
+    def _match_length(self, text: Sequence[int], position: int, max_length: int) -> int:
         token, mask = self._token, self._mask
         length = 0
-        while length < most and token[(position - 1 - length) & mask] == text[-1 - length]:
+        while length < max_length and token[(position - 1 - length) & mask] == text[-1 - length]:
             length += 1
         return length
 
@@ -425,8 +425,8 @@ def _merge(continuations: Iterable[Continuation]) -> Sequence[Continuation]:
     for each in continuations:
         same = merged.get(each.tokens, each)
         weight = each.weight if same is each else each.weight + same.weight
-        longest = each if each.match > same.match else same
-        merged[each.tokens] = longest._replace(weight=weight)
+        longer = each if each.match > same.match else same
+        merged[each.tokens] = longer._replace(weight=weight)
     return list(merged.values())
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 _DNS = "dns:///"
 _UNIX = ("unix:", "unix-abstract:")
-_MOST = 4096
+_MAX_CHARS = 4096
 
 
 class TokenError(ValueError):
@@ -168,7 +168,7 @@ def _read(address: str, kind: str) -> str:
     except (OSError, TokenError):
         return ""
     with os.fdopen(descriptor, encoding="ascii", errors="replace") as opened:
-        return opened.read(_MOST)
+        return opened.read(_MAX_CHARS)
 
 
 def _write(file: Path, token: str) -> None:

@@ -13,11 +13,10 @@ from paceline.service.phases import phases
 from paceline.telemetry.metrics import Metric, Metrics, Table
 from paceline.telemetry.names import PROVIDER, Span
 from paceline.v1 import verifier_pb2
-from paceline.verifier.engine.drafted import StepReport, shares
+from paceline.verifier.engine.drafted import DRAFTER, StepReport, shares
 from paceline.verifier.engine.engine import Engine
 from paceline.verifier.engine.job import Prefill
 from paceline.verifier.store import Cache, CacheStore, RequestTimes
-from paceline.verifier.telemetry import DRAFTER
 
 if TYPE_CHECKING:
     from paceline.cuda.graphs import GraphRunner

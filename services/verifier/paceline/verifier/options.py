@@ -19,7 +19,7 @@ NUMERICS = ("auto", "portable", "fast")
 
 
 def round_sampling(text: str) -> tuple[int, int]:
-    """Parses `N:M` or `all`; an argparse type. Raises ``argparse.ArgumentTypeError``: it is
+    """Parse `N:M` or `all`; an argparse type. Raises ``argparse.ArgumentTypeError``: it is
     neither, or M is 0."""
     first, _, every = ("0:1" if text == "all" else text).partition(":")
     if not (first.isdecimal() and every.isdecimal() and int(every)):
@@ -30,7 +30,7 @@ def round_sampling(text: str) -> tuple[int, int]:
 
 
 def source_names(text: str) -> tuple[str, ...]:
-    """Parses `NAME,NAME` or `none`; an argparse type. Raises ``argparse.ArgumentTypeError``: a name
+    """Parse `NAME,NAME` or `none`; an argparse type. Raises ``argparse.ArgumentTypeError``: a name
     is unknown."""
     names = () if text == "none" else tuple(text.split(","))
     for name in names:

@@ -65,8 +65,8 @@ def check_states(
     """What the graph that returns hidden states changes, for a step of so many rows; for the thread
     that runs steps, between two of them.
 
-    Its logits are compared with those of the graph without, which :func:`check_steps` has compared,
-    and its hidden states, outputs of ``layers``, with those of a pass kernel by kernel, over a
+    Its logits are compared with the logits of the graph without, which :func:`check_steps` has
+    compared, and its hidden states, outputs of ``layers``, with a pass kernel by kernel, over a
     ``cache`` that serves no text and has as many slots. Returns what differs; empty if nothing.
     """
     tokens = [token % decoder.config.vocab_size for token in range(rows)]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.telemetry.names import CREATE_CACHE, Attribute, Span
 from paceline.telemetry.tracing import add_server_span, remote_context, start_named
 from paceline.verifier.engine.drafted import (
+    DRAFTER,
     Draft,
     DraftCall,
     DrafterVersion,
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import Tracer
 
     from paceline.verifier.metrics import VerifierMetrics
-
-DRAFTER = "drafter"  # what the drafter service is called among the sources of a tree
 
 
 def add_round(

@@ -74,7 +74,7 @@ def grow_trees(
     chain: bool,
     confidences: Tensor | None = None,
 ) -> Tensor:
-    """Adds a level to the trees of S sequences, by one kernel.
+    """Add a level to the trees of S sequences, by one kernel.
 
     Args:
         candidates: Tokens and logs of their confidences after P parents of each tree, int64 and
@@ -109,7 +109,7 @@ def grow_trees(
     return chosen
 
 
-def _room(count: int, least: int) -> int:
+def _room(count: int, min_room: int) -> int:
     """A power of two of which ``count`` are at most as many. Small ones are all equal: one kernel
     for most levels, and a block takes as long as one of a few elements."""
-    return max(least, int(triton.next_power_of_2(count)))
+    return max(min_room, int(triton.next_power_of_2(count)))

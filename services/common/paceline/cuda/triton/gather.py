@@ -19,7 +19,7 @@ _BLOCK, _SLOTS = 1024, 64
 
 
 def gather_states(source: Tensor, places: Tensor, out: Tensor) -> None:
-    """Copies rows of hidden states to ``[R, layers * hidden]``, dense, by places in ``source``,
+    """Copy rows of hidden states to ``[R, layers * hidden]``, dense, by places in ``source``,
     int64 ``[R, layers]``; rows whose place is :data:`NO_PLACE` stay as they are."""
     rows = places.numel()
     width = out.numel() // rows
@@ -29,7 +29,7 @@ def gather_states(source: Tensor, places: Tensor, out: Tensor) -> None:
 
 
 def gather_kv(source: Tensor, records: Tensor, pages: Tensor, out: Tensor) -> None:
-    """Copies selected keys and values to ``[S, 2, Hkv, slots, D]``, dense.
+    """Copy selected keys and values to ``[S, 2, Hkv, slots, D]``, dense.
 
     ``records`` are int64 ``[S, 5]``, see :func:`~paceline.cuda.triton.jit.gather.gather_pages`
     (zeros: none of a text), and ``pages`` int32 ``[S, n]``; their places are in ``source``.

@@ -119,9 +119,9 @@ class DraftGraphs:
         return self._capturing.captured
 
     def warm_up(self) -> None:
-        """Capture all graphs, the largest first, and logs how many there are. Their kernels are
-        compiled before: those of the largest, which are those of smaller ones too, except that
-        products of quantised weights have tiles by their numbers of rows. Raises ``DeviceLost`` if
+        """Capture all graphs, the largest first, and log how many there are. Their kernels are
+        compiled before, for the largest graph: smaller ones have the same, except that products of
+        quantised weights have tiles by their numbers of rows. Raises ``DeviceLost`` if
         the device fails every call since a graph was captured."""
 
         def draft(sequences: int, fed: int, noise: str) -> None:

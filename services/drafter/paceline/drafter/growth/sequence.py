@@ -188,7 +188,7 @@ class GrownSequence(DraftSequence):
     def text_part(self, index: int, begin: int, end: int, slot: int) -> PassPart:
         """Return positions ``begin`` to ``end`` of the text, to be fed.
 
-        ``index`` is that of the text's cache in the pass, ``slot`` that of the first position.
+        ``index`` is the number of the text's cache in the pass, ``slot`` holds the first position.
         """
         blocks = chain_blocks(index, slot, slot + end - begin)
         return PassPart(self.newest(begin, end), range(begin, end), blocks)

@@ -55,14 +55,14 @@ class VerifierAccess:
     tls_key: Path | None = None  # PEM key of the certificate
 
     def metadata(self, address: str) -> tuple[tuple[str, str], ...]:
-        """Returns the metadata of every call to an address. Without a token, that of a service of
+        """Return the metadata of every call to an address. Without a token, that of a service of
         this user is taken. Raises ``TokenError``: it would travel unencrypted."""
         check_encrypted(address, self.token, tls=self.tls_ca is not None)
         token = self.token or local_token(address)
         return (("authorization", f"Bearer {token}"),) if token else ()
 
     def credentials(self) -> grpc.ChannelCredentials | None:
-        """Returns TLS credentials, or None for plain connections. Raises ``OptionsError`` if
+        """Return TLS credentials, or None for plain connections. Raises ``OptionsError`` if
         ``tls_ca`` cannot be read, or holds no certificate, and ``OSError`` if another file cannot
         be read."""
         if self.tls_ca is None:
@@ -245,7 +245,7 @@ class KvExchange:
             raise
 
     def channel(self, address: str) -> grpc.aio.Channel:
-        """Returns the channel to a verifier, which is opened if there is none."""
+        """Return the channel to a verifier, which is opened if there is none."""
         if address not in self._channels:
             options = list(_OPTIONS)
             if name := certified_name(address):

@@ -74,7 +74,7 @@ class Needs:
     """Transport of hidden states: map, follow, or auto: map if possible."""
 
     def kv_budget_at(self, length: int) -> int:
-        """Returns the most positions to read per layer of ``length``; 0: all. Unit: tokens."""
+        """Return the most positions to read per layer of ``length``; 0: all. Unit: tokens."""
         return self.kv_budget and max(self.kv_budget, math.ceil(self.kv_ratio * length))
 
 
@@ -180,7 +180,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def start(self, generation: GenerationInfo) -> DraftSequence:
-        """Starts a generation. Cheap: :meth:`DraftSequence.warm` processes its text."""
+        """Start a generation. Cheap: :meth:`DraftSequence.warm` processes its text."""
 
     def draft_many(
         self, rounds: Sequence[tuple[DraftSequence, Budget]]
@@ -205,11 +205,11 @@ class Drafter(ABC):
         return [] if self.growth is None else self.growth.draft_ahead(sequences)
 
     def close(self) -> None:  # noqa: B027 - only methods that hold more than memory need it
-        """Releases memory and connections."""
+        """Release memory and connections."""
 
 
 def refuse_folder(method: str, folder: Path | None) -> None:
-    """Refuses the folder of a method without weights. Raises ``LoadError``: FOLDER_NOT_WANTED: A
+    """Refuse the folder of a method without weights. Raises ``LoadError``: FOLDER_NOT_WANTED: A
     folder was given."""
     if folder is not None:
         raise LoadError(

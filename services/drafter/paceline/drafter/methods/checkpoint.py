@@ -153,7 +153,7 @@ def check_target(folder: Path, target: TargetRef, fit: Fit) -> Fit:
         if expected and expected != found and not (fit.target_fingerprint or fit.target_origin):
             raise LoadError(
                 reason,
-                f"the tokenizers differ: that of {folder} has the digest {expected}, that of "
+                f"the tokenizers differ: {folder} has one with the digest {expected}, "
                 f"{target.name} {found or 'none'}; a small model drafts for targets with its own",
             )
         if expected and expected != found:

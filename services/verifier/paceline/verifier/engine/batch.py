@@ -36,7 +36,7 @@ MIN_GRAPH_PROMPT = 64  # tokens of prompts that a step of a GPU takes beside any
 
 
 def prompt_room(rounds: int) -> int:
-    """Returns how many tokens of prompts a step takes beside rounds with so many rows, which wait
+    """Return how many tokens of prompts a step takes beside rounds with so many rows, which wait
     for its end: at least :data:`MIN_GRAPH_PROMPT`, else no more than a CUDA graph has room for."""
     return max(MIN_GRAPH_PROMPT, _SHARED_STEP - rounds, min(rounds, SHAPES[-1] - rounds))
 
@@ -83,7 +83,7 @@ class BatchObserver:
             each.observer.attended(layer, part)
 
     def scratch(self, windows: Sequence[int | None]) -> tuple[tuple[int, ...], list[ProbedBlock]]:
-        """Returns what a captured graph has to store: layers, and blocks with scratch buffers.
+        """Return what a captured graph has to store: layers, and blocks with scratch buffers.
 
         Nothing if one graph cannot serve all observers: it stores scores or weights of the same
         layers for all, of layers without a window (``windows``: of each layer, or None), and once

@@ -55,6 +55,7 @@ class DrafterVersion(NamedTuple):
 
 # What drafts where the verifier's own sources do, without a drafter service.
 LOCAL = DrafterVersion("local", "1", "local")
+DRAFTER = "drafter"  # what the drafter service is called among the sources of a tree
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ class TapLayout:
 
     @classmethod
     def of(cls, taps: Taps, layout: KvLayout, capacity: int) -> TapLayout:
-        """Returns the layout for a cache of ``capacity`` slots."""
+        """Return the layout for a cache of ``capacity`` slots."""
         slots = min(capacity, round_up(taps.window) + TAP_MARGIN) if taps.window else capacity
         return cls(taps, slots, layout.hidden, layout.hidden_dtype)
 
@@ -103,18 +103,18 @@ class TapRows(ABC):
 
     @abstractmethod
     def gather(self, layers: Sequence[int], begin: int, end: int) -> list[Tensor]:
-        """Returns copies of the rows ``begin`` to ``end``, ``[n, hidden]`` for each layer."""
+        """Return copies of the rows ``begin`` to ``end``, ``[n, hidden]`` for each layer."""
 
     def copy(self, layers: Sequence[int], begin: int, end: int) -> list[Tensor]:
-        """Returns what :meth:`gather` does, on the CPU. For committed rows, from any thread."""
+        """Return what :meth:`gather` does, on the CPU. For committed rows, from any thread."""
         return self.gather(layers, begin, end)
 
     def first_kept(self, committed: int) -> int:
-        """Returns the oldest position that is kept at a committed length."""
+        """Return the oldest position that is kept at a committed length."""
         return max(self.first, committed + self.ahead - self.layout.slots)
 
     def reusable(self, source: TapRows | None, committed: int, shared: int) -> int:
-        """Returns how many positions of a common prefix can be copied with their hidden states from
+        """Return how many positions of a common prefix can be copied with their hidden states from
         another cache, by its hidden states and committed length.
 
         All ``shared`` ones if it has all rows of the window; else fewer, so that prefill computes
@@ -147,7 +147,7 @@ def host_bytes(rows: Tensor) -> NDArray[np.uint8]:
 
 
 def round_up(tokens: int) -> int:
-    """Returns the next multiple of ``RESERVED_TOKENS``."""
+    """Return the next multiple of ``RESERVED_TOKENS``."""
     return -(-tokens // RESERVED_TOKENS) * RESERVED_TOKENS
 
 
@@ -171,7 +171,7 @@ class KvLayout:
 
     @classmethod
     def of(cls, config: DecoderConfig) -> KvLayout:
-        """Returns the layout for a model."""
+        """Return the layout for a model."""
         kv = config.kv_layers, config.kv_heads, config.head_dim, config.kv_dtype
         layers = enumerate(config.windows)
         windows = tuple(window for layer, window in layers if layer not in config.delta_layers)
@@ -203,11 +203,11 @@ class KvLayout:
         return self.planes * self.row_bytes
 
     def capacity(self, text_tokens: int) -> int:
-        """Returns the slots for a text of up to ``text_tokens`` and one tree behind it."""
+        """Return the slots for a text of up to ``text_tokens`` and one tree behind it."""
         return round_up(text_tokens) + TREE_TOKENS
 
     def bytes_of(self, slots: int, taps: TapLayout | None) -> int:
-        """Returns the memory of so many slots, their hidden and recurrent states. Unit: bytes."""
+        """Return the memory of so many slots, their hidden and recurrent states. Unit: bytes."""
         rows = 0 if taps is None else taps.rows_of(slots) * taps.row_bytes
         return slots * self.token_bytes + rows + (self.state_bytes if slots else 0)
 
@@ -280,7 +280,7 @@ class SequenceKv(ABC):
 
     @abstractmethod
     def layer(self, index: int) -> tuple[Plane, Plane]:
-        """Returns keys and values of a layer, each ``[kv_heads, capacity, head_dim]``
+        """Return keys and values of a layer, each ``[kv_heads, capacity, head_dim]``
         (int8 as in :mod:`paceline.kernels.caches`)."""
 
     @abstractmethod
@@ -370,5 +370,5 @@ class SequenceKv(ABC):
 
 
 def open_segments() -> set[int]:
-    """Returns the descriptors of all segments of this process that are not closed."""
+    """Return the descriptors of all segments of this process that are not closed."""
     return set(_open_files)

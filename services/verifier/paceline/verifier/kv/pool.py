@@ -132,7 +132,7 @@ class PagePool:
     def layer(
         self, index: int, row: int = 0, capacity: int | None = None
     ) -> tuple[PagedPlane, PagedPlane]:
-        """Returns keys and values of a layer for the sequence of a page table. Row 0 belongs to
+        """Return keys and values of a layer for the sequence of a page table. Row 0 belongs to
         none: with it the pool is a cache itself."""
         where = self.tables, row, capacity or self.tables.shape[1] * PAGE_TOKENS
         return PagedPlane(self.kv[:, index, 0], *where), PagedPlane(self.kv[:, index, 1], *where)
@@ -310,7 +310,7 @@ class TapPages(TapRows):
     def places(
         self, positions: Tensor, layers: Sequence[int] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Returns pages and rows in them, int64 ``[n * layers]`` on the CPU, of the layers at each
+        """Return pages and rows in them, int64 ``[n * layers]`` on the CPU, of the layers at each
         position; None: of all."""
         kept = self.layout.taps.layers
         indices = range(len(kept)) if layers is None else [kept.index(each) for each in layers]
@@ -461,5 +461,5 @@ class PagedKv(SequenceKv):
         self._table = torch.empty(0)
 
     def page_of(self, slot: int) -> tuple[int, int]:
-        """Returns page and offset in the page of a slot."""
+        """Return page and offset in the page of a slot."""
         return self._pages[slot // PAGE_TOKENS], slot % PAGE_TOKENS

@@ -124,7 +124,7 @@ class Segment(SequenceKv):
         self.table = LayerTable(self._layers)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Returns keys and values of a layer, each ``[kv_heads, capacity, head_dim]``."""
+        """Return keys and values of a layer, each ``[kv_heads, capacity, head_dim]``."""
         return self._layers[index]
 
     def gather(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:

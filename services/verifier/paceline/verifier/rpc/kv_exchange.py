@@ -55,7 +55,7 @@ class StateFeed:
     def pieces(
         self, committed: int, message_bytes: int
     ) -> Iterator[list[verifier_pb2.HiddenStates]]:
-        """Yields the rows up to a committed length, in pieces of one message each.
+        """Yield the rows up to a committed length, in pieces of one message each.
 
         A piece has at most ``message_bytes``, unless one position is larger. Between two pieces the
         caller may wait, but the cache must not be released.
@@ -201,7 +201,7 @@ class FollowStream:
             self._changed.set()
 
     def update(self) -> Iterator[kv_pb2.FollowCacheResponse]:
-        """Yields the messages of the next update; each is made after the previous one was sent."""
+        """Yield the messages of the next update; each is made after the previous one was sent."""
         committed = self._cache.sequence.committed
         self._resized = 0 if self._committed_since else self._resized + 1
         self._sent_at = (committed, self.budget)
@@ -326,7 +326,7 @@ def score_prompt(cache: Cache, scored: Iterable[tuple[str, Sequence[int]]]) -> N
 
 
 def _layers(requested: Iterable[int], count: int) -> list[int]:
-    """Returns the requested layers, each once; all if none is named. -1 is the last one."""
+    """Return the requested layers, each once; all if none is named. -1 is the last one."""
     layers = list(dict.fromkeys(n + count if n < 0 else n for n in requested))
     for layer in layers:
         if not 0 <= layer < count:

@@ -157,9 +157,9 @@ class Scheduler:
         )
         return [tree.first(count) for tree, count in zip(trees, counts, strict=True)]
 
-    def prompt_tokens(self, streams: int, rounds: int, begins: int, most: int) -> int:
-        """Tokens of prompts that the next step takes, at most ``most``, beside ``streams`` texts
-        whose ``rounds`` have so many batch tokens; the first prompt ``begins`` behind so many.
+    def prompt_tokens(self, streams: int, rounds: int, begins: int, max_tokens: int) -> int:
+        """Tokens of prompts that the next step takes, at most ``max_tokens``, beside ``streams``
+        texts with so many batch tokens in ``rounds``; the first prompt ``begins`` behind so many.
 
         They leave it within :data:`MAX_GAP`. Where drafted nodes need more than half of this time,
         prompts have the other half all the same, and never less than :data:`MIN_PROMPT`, so that
@@ -169,9 +169,9 @@ class Scheduler:
         beside = self.costs.plain_seconds(streams, rounds, self._context)
         passed = (self._now() - self._ended) / self._clock.seconds(streams, plain)
         limit = max(plain * (MAX_GAP - passed), beside + plain * MAX_GAP / 2) / self._prompts
-        first, *times = self.costs.profiled_seconds(1, rounds, begins, most)
+        first, *times = self.costs.profiled_seconds(1, rounds, begins, max_tokens)
         room = sum(beside + each - first <= limit for each in times)
-        return min(most, max(MIN_PROMPT, room))
+        return min(max_tokens, max(MIN_PROMPT, room))
 
     def hold(self, ready: int, arrivals: Sequence[float]) -> float:
         """Seconds for which a step had better wait for trees, expected at ``arrivals``
