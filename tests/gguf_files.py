@@ -21,6 +21,7 @@ ARCHITECTURES = {
     "mixtral": "llama",
     "olmo3": "olmo2",
     "gemma3_text": "gemma3",
+    "gemma4_text": "gemma4",
     "qwen3_moe": "qwen3moe",
     "gpt_oss": "gpt-oss",
     "ministral3": "mistral3",
@@ -60,14 +61,13 @@ def write_gguf(
         parts = _split(tensors.pop(hf_name), config)
         tensors |= {hf_name.replace("qkvz", each): part for each, part in parts.items()}
     for hf_name, tensor in tensors.items():
-        name = names.get_name(hf_name, (".weight", ".bias"))
+        name = names.get_name(hf_name.replace("_scalar", "_scalar.weight"), (".weight", ".bias"))
         assert name is not None, hf_name
         if "linear_attn" in hf_name:
             tensor = _tiled(hf_name, tensor, config)
-        values = tensor.float().squeeze().numpy()
-        offset = architecture.startswith(("gemma", "qwen35", "qwen3next")) and hf_name.endswith(
-            "norm.weight"
-        )
+        values = np.atleast_1d(tensor.float().squeeze().numpy())
+        offset = architecture in ("gemma2", "gemma3", "qwen35", "qwen35moe", "qwen3next")
+        offset = offset and hf_name.endswith("norm.weight")
         if offset and "linear_attn" not in hf_name:
             values += 1
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
@@ -78,6 +78,11 @@ def write_gguf(
         stored = (kinds or {}).get(name, Kind.F32 if plain else kind)
         writer.add_tensor(name, gguf.quants.quantize(values, stored), raw_dtype=stored)
     rope = _rope(config)
+    if rope["rope_type"] == "proportional":
+        layers: dict[str, dict[str, int]] = config["per_layer_config"]
+        width = layers[max(layers)]["head_dim"]
+        turned = np.arange(width // 2) < int(width * rope["partial_rotary_factor"] / 2)
+        writer.add_tensor("rope_freqs.weight", np.where(turned, 1.0, 1e30).astype(np.float32))
     if rope["rope_type"] == "llama3":
         writer.add_tensor("rope_freqs.weight", _llama3_factors(config, rope))
     if rope["rope_type"] == "longrope":
@@ -168,20 +173,34 @@ def _add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     rope = _rope(config)
     heads = config["num_attention_heads"]
     width = config.get("head_dim") or config["hidden_size"] // heads
+    block, shared = config.get("intermediate_size", 0), config.get("num_kv_shared_layers", 0)
+    kv = config["num_key_value_heads"]
+    kinds = config.get("layer_types") or []
+    if (by_layer := config.get("per_layer_config")) is not None:
+        writer.add_key_length_swa(width)
+        writer.add_value_length_swa(width)
+        writer.add_rope_dimension_count_swa(width)
+        full = by_layer[max(by_layer)]
+        width = full["head_dim"]
+        if (full_kv := full.get("num_key_value_heads")) is not None:
+            kv = [kv if kind == "sliding_attention" else full_kv for kind in kinds]
+        writer.add_shared_kv_layers(shared)
+        writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config.get("intermediate_size", 0))
+    if config.get("use_double_wide_mlp"):
+        block = [block] * (config["num_hidden_layers"] - shared) + [2 * block] * shared
+    writer.add_feed_forward_length(block)
     writer.add_head_count(heads)
-    kv = config["num_key_value_heads"]
-    kinds = config.get("layer_types") or []
     writer.add_head_count_kv([kv * (kind != "conv") for kind in kinds] if "conv" in kinds else kv)
     writer.add_key_length(width)
     writer.add_value_length(width)
     writer.add_layer_norm_rms_eps(config.get("rms_norm_eps") or config["norm_eps"])
     alpha = rope.get("alpha", 1.0)
     writer.add_rope_freq_base(rope["rope_theta"] * alpha ** (width / (width - 2)))
-    writer.add_rope_dimension_count(int(width * rope.get("partial_rotary_factor", 1.0)))
+    part = 1.0 if by_layer else rope.get("partial_rotary_factor", 1.0)
+    writer.add_rope_dimension_count(int(width * part))
     if rope["rope_type"] in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])
@@ -226,10 +245,10 @@ def _add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         "attn_logit_softcapping": writer.add_attn_logit_softcapping,
         "final_logit_softcapping": writer.add_final_logit_softcapping,
     }
-    if config["model_type"] in ("gpt_oss", "olmo3", "phi3", "gemma2", "gemma3_text", "exaone4"):
+    windows = ("gpt_oss", "olmo3", "phi3", "gemma2", "gemma3_text", "gemma4_text", "exaone4")
+    if config["model_type"] in windows:
         own["sliding_window"] = writer.add_sliding_window
-    if config["model_type"] == "exaone4" and config["sliding_window"]:
-        kinds = config["layer_types"]
+    if config["model_type"] in ("gemma4_text", "exaone4") and config["sliding_window"]:
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in kinds])
     if beta := rope.get("llama_4_scaling_beta"):
         writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])

@@ -66,6 +66,11 @@ _GEMMA4 = {
         },
     },
 }  # fmt: skip
+_SMALL = {  # as E2B and E4B are
+    "num_hidden_layers": 5, "layer_types": [*_KINDS, _KINDS[0], *_KINDS],
+    "num_kv_shared_layers": 3, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 32,
+    "vocab_size_per_layer_input": VOCAB, "final_logit_softcapping": 20.0,
+}  # fmt: skip
 _CONVOLUTIONS = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -140,6 +145,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "attention_k_eq_v": True, "num_global_key_value_heads": 1, "tie_word_embeddings": False,
         "final_logit_softcapping": 20.0,
     }),
+    "gemma4-small": ("Gemma4", _GEMMA4 | _SMALL),
     "qwen3-5": ("Qwen3_5", _DELTA),
     "qwen3-5-moe": ("Qwen3_5Moe", _DELTA | _DELTA_MOE),
     "qwen3-next": ("Qwen3Next", _DELTA | _DELTA_MOE),
@@ -165,6 +171,8 @@ def save_model(folder: Path, name: str, *, max_shard_size: str = "50GB", **chang
     rope = options.get("rope_parameters", {})
     if rope is not None and "full_attention" not in rope:
         options["rope_parameters"] = {"rope_theta": 10000.0, "rope_type": "default"} | rope
+    if "vocab_size_per_layer_input" in options:
+        options["vocab_size_per_layer_input"] = options["vocab_size"]
     if family in ("Qwen2", "Granite", "GraniteSWA"):
         options.pop("head_dim")
     seed = sum(name.encode())

@@ -191,8 +191,8 @@ def test_scaled_frequencies_make_the_context_longer(
     [
         ("deepseek_v3", {"kv_lora_rank": 512}, "needs multi-head latent attention"),
         ("falcon_h1", {"mamba_d_ssm": 64}, "needs state-space layers"),
-        ("gemma3n", {"text_config": {"model_type": "gemma3n_text", "num_kv_shared_layers": 2}},
-         "'gemma3n_text' needs keys and values shared between layers"),
+        ("gemma3n", {"text_config": {"model_type": "gemma3n_text", "altup_num_inputs": 4}},
+         "'gemma3n_text' needs several residual streams"),
         ("of-tomorrow", {"kv_lora_rank": None}, "'of-tomorrow' is not supported, expected one of"),
     ],
 )  # fmt: skip

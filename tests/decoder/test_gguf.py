@@ -44,7 +44,7 @@ from paceline.kernels.rotated import DOWN_SIZE, RotatedMatrix
 
 NOT_AS_FILES = (
     "mistral", "qwen2-window", "qwen3-moe-dense", "granite-swa", "qwen3-next", "olmo-hybrid",
-    "ernie-moe-min", "gemma4", "gemma4-keys",
+    "ernie-moe-min",
 )  # fmt: skip
 NAMES = [name for name in FAMILIES if name not in NOT_AS_FILES]
 # Fields that a file does not contain, as all models of the family have them.
@@ -441,6 +441,33 @@ def test_the_error_says_what_is_wrong(file: Path, old: bytes, new: bytes, messag
     with pytest.raises(UnsupportedModelError, match=message) as raised:
         load_decoder(changed)
     assert str(changed) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        number(
+            b"gemma4.attention.value_length_swa", 16, 32, "swa differs from the width of keys, "
+        ),
+        number(b"gemma4.rope.dimension_count_swa", 16, 4, "swa differs from the width of keys, 16"),
+        (b"gemma4.attention.key_length_swa", b"gemma4.attention.key_width__swa", "swa is None"),
+        (b"\2\0\0\0\1\0\0\0", b"\7\0\0\0\1\0\0\0", r"has \[1, 7\], expected one number of he"),
+        (
+            np.float32(1e30).tobytes(),
+            np.float32(2).tobytes(),
+            "'rope_freqs.weight' are not 'propor",
+        ),
+    ],
+)
+def test_heads_of_gemma4_fit_together(
+    old: bytes, new: bytes, message: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    file = write_gguf(tmp_path / "model.gguf", models["gemma4-keys"])
+    content = file.read_bytes()
+    assert old in content
+    file.write_bytes(content.replace(old, new, 1))
+    with pytest.raises(UnsupportedModelError, match=message):
+        load_decoder(file)
 
 
 def test_files_that_are_no_models(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 UP = "model.layers.1.mlp.up_proj.weight"
 EXPERT = "model.layers.1.mlp.experts.4.up_proj.weight"
 ONE_MORE = EXPERT.replace("4.up", "7.up")
+OWN = "model.embed_tokens_per_layer.weight"
 QUERY, STEPS = "model.layers.0.self_attn.q_proj.weight", "model.layers.2.linear_attn.dt_bias"
 
 
@@ -170,11 +171,16 @@ OTHERS: list[tuple[str, Callable[[Path], None], str]] = [
     ("glm4-moe", config(n_group=5, topk_group=2), "n_group is 5, topk_group 2: expected 1"),
     ("ernie-moe", config(use_bias=True), "use_bias is true, expected false in a mixture"),
     ("lfm2-moe", config(use_expert_bias=False), "use_expert_bias is false, expected experts chos"),
+    ("lfm2", config(layer_types=["conv", "full_attention", "linear_attention"]), "layer types ['c"),
     ("lfm2", config(conv_bias=True), "conv_bias is true, expected short convolutions without"),
     ("lfm2", config(conv_L_cache=9), "conv_L_cache is 9, expected 2 to 8"),
     ("lfm2", config(layer_types=["conv"] * 3), "layer_types are all conv, expected some full"),
-    ("gemma4", config(hidden_size_per_layer_input=8), "layer_input is 8, expected no embedding"),
-    ("gemma4", config(num_kv_shared_layers=1), "shared_layers is 1, expected no keys and values"),
+    ("gemma4", config(hidden_size_per_layer_input=8), "layer_input is 262144, expected that of v"),
+    ("gemma4", config(num_kv_shared_layers=1), "shared_layers is 1 of 2, expected layers of the"),
+    ("gemma4", config(num_kv_shared_layers=-1), "shared_layers is -1 of 2, expected layers of t"),
+    ("gemma4-small", tensors(lambda t: t.pop(OWN)), f"lacks tensor '{OWN}'"),
+    ("gemma4-small", tensors(lambda t: t.update({OWN: torch.zeros(101, 16)})),
+     f"'{OWN}' has shape (101, 16), expected (101, 160)"),
     ("gemma4", config(enable_moe_block=True), "enable_moe_block is True, expected a feed-forward"),
     ("gemma4", config(global_head_dim=1 << 40), "global_head_dim is 1099511627776, expected a num"),
     ("gemma4", config(num_global_key_value_heads=-1), "value_heads is -1, expected a number"),

@@ -20,11 +20,14 @@ from decoder_cases import (
     run,
     save_model,
 )
+from gguf_files import write_gguf
 from torch import Tensor
 
 from paceline.convert import load_decoder
-from paceline.decoder import LocalCache
+from paceline.decoder import LocalCache, UnsupportedModelError
 from paceline.kernels import QueryBlock, plan_trees
+
+MORE = "model.layers.3.self_attn.v_norm.weight"
 
 
 def assert_agrees(found: Tensor, expected: Tensor, tolerance: float = 1e-4) -> None:
@@ -128,6 +131,30 @@ def test_logits_only_of_requested_rows_and_taps_of_requested_layers(
         model(tokens[None])
     for tap, output in zip(some.taps, reversed(outputs), strict=True):
         assert_agrees(tap, output[0])
+
+
+def test_tensors_that_published_models_have_and_nothing_reads(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Layers with the keys and values of another one have projections of their own."""
+
+    def add(tensors: dict[str, Tensor]) -> None:
+        for name in ("k_proj", "v_proj", "k_norm"):
+            stored = tensors[f"model.layers.0.self_attn.{name}.weight"]
+            tensors[f"model.layers.3.self_attn.{name}.weight"] = stored.clone()
+
+    folder = changed(models["gemma4-small"], tmp_path / "model", add)
+    expected = logits(models["gemma4-small"])
+    assert torch.equal(logits(folder), expected)
+    assert torch.equal(logits(write_gguf(tmp_path / "model.gguf", folder)), expected)
+    folder = changed(folder, tmp_path / "other", lambda t: t.update({MORE: torch.zeros(96)}))
+    with pytest.raises(UnsupportedModelError, match=f"{MORE}' is not part of"):
+        load_decoder(folder)
+
+
+def test_an_epsilon_of_other_families_is_not_read(models: dict[str, Path], tmp_path: Path) -> None:
+    folder = changed(models["lfm2"], tmp_path / "model", rms_norm_eps=0.5)
+    assert torch.equal(logits(folder), logits(models["lfm2"]))
 
 
 def test_mimo_is_qwen2_with_a_type_of_its_own(models: dict[str, Path], tmp_path: Path) -> None:

@@ -76,6 +76,9 @@ def _add_norm(run: OneByOne, op: Operation) -> Tensor:
     if op.delta:
         delta = run.buffers[op.delta] if op.factor == 1 else run.scaled(op.delta) * op.factor
     x = run.buffers[op.source] = x.float()
+    if op.window:
+        found = run.kernels.add_norm(x.view(-1, op.window), None, op.norms[0], run.program.dtype)
+        return found.view(x.shape)
     return run.kernels.add_norm(x, delta, op.norms[0], run.program.dtype)
 
 
@@ -106,6 +109,10 @@ def _rotate(run: OneByOne, op: Operation) -> Tensor:
 
 
 def _gate(run: OneByOne, op: Operation) -> Tensor:
+    if op.delta:
+        gates, all_ups = run.scaled(op.source), run.scaled(op.delta)
+        ups = all_ups[:, op.layer * gates.shape[1] :][:, : gates.shape[1]]
+        run.buffers[op.source] = torch.cat([gates, ups.to(gates.dtype)], 1)
     if op.limit:
         return clamped_gate(run.scaled(op.source), op.limit)
     if op.gelu:
@@ -213,7 +220,9 @@ def _rotated(run: OneByOne, op: Operation, x: Rows) -> Tensor:
         x = x.scaled()
     if not op.heads.kv_heads:
         cos, sin = table[plan.positions].unsqueeze(1).chunk(2, dim=-1)
-        low, high = x.float().unflatten(1, (-1, dim)).chunk(2, dim=-1)
+        queries = x.float().unflatten(1, (-1, dim))
+        queries = queries if norms is None else normalised(queries, norms[0])
+        low, high = queries.chunk(2, dim=-1)
         return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
     x = x[:, :width]  # without gates of outputs
     heads = pad(x, (missing * dim, 0)) if missing else x.contiguous()

@@ -103,10 +103,12 @@ class Operation:
 
     kind: Kind  # kind of the operation
     source: int = 0  # buffer it reads
-    delta: int = 0  # buffer it adds to `source`; 0: none
+    delta: int = 0  # buffer it adds to `source`, or with the ups of GATE; 0: none
     out: int = 0  # buffer it writes
-    layer: int = 0  # layer of the caches, probes and taps that it uses
-    # Newest positions that ATTEND or ATTEND_CONTEXT reads, 0 for all; those of CONVOLVE.
+    # Layer of the caches, probes and taps that it uses; part of `delta` of GATE and CONVOLVE.
+    layer: int = 0
+    # Newest positions that ATTEND or ATTEND_CONTEXT reads, 0 for all; those of CONVOLVE; columns
+    # that have a norm of their own in ADD_NORM, 0 for all together.
     window: int = 0
     # Embedding `[V, hidden]` of EMBED, float32 or bfloat16, or packed; weights of the channels of
     # CONVOLVE.
@@ -253,25 +255,28 @@ class Recorder:
         self._top = 0
 
     def embed(self, table: Tensor | PackedMatrix, factor: float = 1.0) -> int:
-        """The rows of ``table`` ``[V, hidden]`` for the tokens, times a factor: the residual
-        stream."""
+        """The rows of ``table`` ``[V, width]`` for the tokens, times a factor: the residual
+        stream, or, later in the program, another input."""
         if isinstance(table, Tensor):
             width, table = table.shape[1], table.contiguous()
         else:
             width = table.ins
-        return self._add(Kind.EMBED, width, Extent.ALL, table=table, factor=factor)
+        extent = Extent.SLICE if self._operations else Extent.ALL
+        return self._add(Kind.EMBED, width, extent, table=table, factor=factor)
 
     def input(self, width: int) -> int:
         """The run's ``inputs``."""
         return self._add(Kind.INPUT, width, Extent.ALL)
 
     def add_norm(self, x: int, delta: int, norm: Norm, factor: float = 1.0) -> int:
-        """``x += delta * factor`` (delta 0: nothing), then the norm of it."""
+        """``x += delta * factor`` (delta 0: nothing), then the norm of it, or of each of its parts
+        as wide as the norm."""
         extent = Extent(max(self._buffers[x].extent, Extent.SLICE))
-        width = self._buffers[x].width
+        width, wide = self._buffers[x].width, len(norm.weight)
         return self._add(
-            Kind.ADD_NORM, width, extent, source=x, delta=delta, norms=(norm,), factor=factor
-        )
+            Kind.ADD_NORM, width, extent, source=x, delta=delta, norms=(norm,), factor=factor,
+            window=wide if wide < width else 0,
+        )  # fmt: skip
 
     def multiply(self, x: int, matrix: Matrix) -> int:
         """A linear layer."""
@@ -294,9 +299,12 @@ class Recorder:
             heads, norms, layer, self._heads, rope=rope, q_rope=q_rope, factors=factors
         )
 
-    def rotate_queries(self, heads: int) -> int:
+    def rotate_queries(
+        self, heads: int, norms: tuple[Norm, ...] | None = None, rope: int = 0
+    ) -> int:
         """Queries alone."""
-        return self._rotate(heads, None, 0, replace(self._heads, kv_heads=0))
+        heads_of = replace(self._heads, kv_heads=0)
+        return self._rotate(heads, norms, 0, heads_of, rope=rope, q_rope=rope)
 
     def write(self, heads: int, norms: tuple[Norm, Norm] | None, layer: int) -> None:
         """Keys and values alone: they go to the caches."""
@@ -324,13 +332,17 @@ class Recorder:
         """``x *= sigmoid`` of the last columns of ``gates``, or of its only one."""
         self._operations.append(Operation(Kind.SIGMOID_GATE, source=x, delta=gates))
 
-    def gate(self, gate_up: int, *, gelu: bool = False, limit: float = 0.0) -> int:
+    def gate(
+        self, gate_up: int, *, gelu: bool = False, limit: float = 0.0, ups: int = 0, part: int = 0
+    ) -> int:
         """``silu(gate) * up``, or ``gelu(gate) * up`` with the form that uses tanh, or the form of
-        gpt-oss with a limit."""
+        gpt-oss with a limit. ``gate_up`` has gates, then ups; or gates alone, and their ups are a
+        part of ``ups`` as wide, 0 for the first."""
         of = self._buffers[gate_up]
         return self._add(
-            Kind.GATE, of.width // 2, of.extent, source=gate_up, gelu=gelu, limit=limit
-        )
+            Kind.GATE, of.width if ups else of.width // 2, of.extent, source=gate_up, delta=ups,
+            layer=part, gelu=gelu, limit=limit,
+        )  # fmt: skip
 
     def route(self, scores: int, routing: Routing, choice: Tensor | None = None) -> int:
         """The experts of each row by the scores of all, and their shares: the routes. ``choice`` as

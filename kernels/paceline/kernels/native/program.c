@@ -333,13 +333,17 @@ static void run_row(const State *s, const Operation *o, int64_t row) {
     case INPUT: copy_input(s, o, row); break;
     case ADD_NORM:
       if (o->delta) add_row(in, rows_of(s, o->delta) + row * width, (float)o->factor, width);
-      normalise(in, o->weight, width, (float)o->eps, rows_of(s, o->out) + row * width);
+      for (int64_t i = 0, wide = o->window ? o->window : width; i < width; i += wide)
+        normalise(in + i, o->weight, wide, (float)o->eps, rows_of(s, o->out) + row * width + i);
       break;
     case ROTATE: rotate_heads(s, o, row); break;
-    case GATE:
-      gate_row(in, rows_of(s, o->out) + row * (width / 2), (int)o->gelu, (float)o->limit,
-               width / 2);
+    case GATE: {
+      const int64_t wide = s->program->buffer[o->out].width;
+      const int64_t all = s->program->buffer[o->delta].width;
+      const float *ups = o->delta ? rows_of(s, o->delta) + row * all + o->layer * wide : in + wide;
+      gate_row(in, ups, rows_of(s, o->out) + row * wide, (int)o->gelu, (float)o->limit, wide);
       break;
+    }
     case ADD: add_row(in, rows_of(s, o->delta) + row * width, (float)o->factor, width); break;
     case SCALE:
       for (int64_t i = 0; i < width; i += LANES)
@@ -515,12 +519,14 @@ static void check_widths(const Program *p, const Operation *o) {
   const int64_t in = p->buffer[o->in].width, delta = p->buffer[o->delta].width;
   const int64_t out = p->buffer[o->out].width, queries = o->q_heads * p->dim;
   switch (o->kind) {
-    case ADD_NORM: CHECK(out == in && (!o->delta || delta == in)); break;
+    case ADD_NORM:
+      CHECK(out == in && (!o->delta || delta == in) && (!o->window || in % o->window == 0));
+      break;
     case ADD: CHECK(delta == in); break;
     case ROTATE: CHECK(queries + 2 * o->kv_heads * p->dim <= in && queries <= out); break;
     case ATTEND:
     case ATTEND_CONTEXT: CHECK(in == p->q_heads * p->dim && out == in); break;
-    case GATE: CHECK(in == 2 * out); break;
+    case GATE: CHECK(o->delta ? in == out && delta >= (o->layer + 1) * out : in == 2 * out); break;
     case SIGMOID_GATE: CHECK(delta >= in || delta == 1); break;
     case CONVOLVE: CHECK(o->window > 0 && delta % (2 * o->window) == 0 && out == in); break;
     case TAP: CHECK(in == p->buffer[p->operation->out].width); break;

@@ -36,7 +36,8 @@ enum {
  * - EMBED: out = rows of the table `weight` [vocabulary, width of out], or of the Matrix `second`,
  *   times `factor`.
  * - INPUT: out = the caller's rows.
- * - ADD_NORM: in += delta * factor (delta 0: nothing); out = norm(in) * weight.
+ * - ADD_NORM: in += delta * factor (delta 0: nothing); out = norm(in) * weight, or that of each
+ *   `window` columns alone.
  * - MULTIPLY: out = in times the Matrix `weight`; over slots, each times that of its expert among
  *   `weight` [experts].
  * - ROTATE: out = rotated queries of the heads in `in`; their keys and values go to the caches of
@@ -46,7 +47,8 @@ enum {
  * - ATTEND: out = attention of the queries in `in` over the caches of `layer`, with the sinks
  *   `weight` or without.
  * - ATTEND_CONTEXT: the same over the contexts, where all rows of a block attend to the same keys.
- * - GATE: out = silu(gate) * up, or gelu(gate) * up, or its form with a limit.
+ * - GATE: out = silu(gate) * up, or gelu(gate) * up, or its form with a limit; `in` has gates and
+ *   ups, or gates, whose ups are the columns of part `layer` of `delta`.
  * - ADD: in += delta * factor.
  * - TAP: copies `in` to the caller's buffer of `layer`, if there is one.
  * - SELECT: out = the rows of `in` that need logits.
@@ -62,7 +64,7 @@ enum {
  * as long, by `weight` and the weights of convolution `layer` in `delta`; see rows.h. */
 typedef struct {
   int64_t kind, in, delta, out, layer;
-  int64_t window;                  /* of attention; 0: none; rows of CONVOLVE */
+  int64_t window;                  /* of attention; 0: none; rows of CONVOLVE; columns of a norm */
   int64_t q_heads, kv_heads;       /* of `in` of ROTATE */
   int64_t bf16;                    /* type of the table of EMBED */
   int64_t rope, q_rope, whole;     /* of ROTATE */

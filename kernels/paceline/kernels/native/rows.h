@@ -37,14 +37,15 @@ INLINE void cap_row(float *x, float cap, int64_t width) {
     store_part(x, i, width - i, 0, cap_(load_part(x + i, width - i), cap));
 }
 
-/* gate_up [2 * width] -> out [width] = silu(gate) * up, or with GELU in its form with tanh, which
+/* gates, ups [width] -> out [width] = silu(gate) * up, or with GELU in its form with tanh, which
  * is x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)). With a limit: gate * sigmoid(1.702 gate) * (up
  * + 1) of clamped gates and ups (gpt-oss). */
-INLINE void gate_row(const float *gate_up, float *out, int gelu, float limit, int64_t width) {
+INLINE void gate_row(const float *gates, const float *ups, float *out, int gelu, float limit,
+                     int64_t width) {
   const vec one = splat(1.0f), cube = splat(0.044715f), slope = splat(1.5957691216057308f);
   const vec high = splat(limit), sharp = splat(1.702f);
   for (int64_t i = 0; i < width; i += LANES) {
-    vec gate = load_f32(gate_up + i), up = load_f32(gate_up + width + i), inner = gate;
+    vec gate = load_f32(gates + i), up = load_f32(ups + i), inner = gate;
     if (gelu) inner = slope * gate * fma_(cube, gate * gate, one);
     if (limit != 0.0f) {
       gate = min_(gate, high);

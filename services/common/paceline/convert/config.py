@@ -81,7 +81,7 @@ def decoder_config(
         stored_heads=stored_heads,
         vocab_size=hf.vocab_size,
         max_position=_context(hf, family),
-        norm_eps=getattr(hf, "rms_norm_eps", None) or hf.norm_eps,
+        norm_eps=hf.norm_eps if hasattr(type(hf), "norm_eps") else hf.rms_norm_eps,
         rope_inv_freq=tuple(inv_freq.tolist()),
         rope_scaling=rope_scaling,
         windows=windows,
@@ -272,7 +272,12 @@ def _of_kind(hf: Any, layers: str) -> Any:
     """The config of a kind of layers, where heads differ by kind."""
     if not _heads_differ(hf):
         return hf
-    return hf.per_layer_config[layers if layers in hf.layer_types else "full_attention"]
+    if (by_kind := getattr(hf, "per_layer_config", None)) is None:
+        raise UnsupportedModelError(
+            f"this version of transformers has no heads by layer, which models of type "
+            f"{hf.model_type!r} need: install a newer one, such as 5.23"
+        )
+    return by_kind[layers if layers in hf.layer_types else "full_attention"]
 
 
 def _heads(hf: Any) -> tuple[tuple[int, int], tuple[int, ...]]:
@@ -351,7 +356,8 @@ def _windows(hf: Any, family: Family) -> tuple[int | None, ...]:
         sliding = family.layer_types == "sliding" and window
         kinds = ["sliding_attention" if sliding else "full_attention"] * hf.num_hidden_layers
     known = {"full_attention", "sliding_attention"}
-    known |= {"linear_attention", "conv"} if family.delta_inputs else set()
+    if family.delta_inputs:
+        known.add("linear_attention" if family.delta_outputs[1] else "conv")
     unknown = set(kinds) - known
     if unknown or len(kinds) != hf.num_hidden_layers:
         raise UnsupportedModelError(

@@ -55,10 +55,24 @@ GGUF_NAMES = {
     "linear_attn.conv": "shortconv.conv",
     "post_feedforward_layernorm": "post_ffw_norm",
     "post_mlp_layernorm": "post_ffw_norm",
+    "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj",
+    "post_per_layer_input_norm": "post_norm",
 }
 
-# Tensors of layers with the gated delta rule in GGUF files, whose names have other endings there.
-GGUF_RATES = {"linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias"}
+# Tensors of layers whose names have other endings in GGUF files; the first two are those of the
+# gated delta rule.
+GGUF_ENDINGS = {
+    "linear_attn.A_log": "ssm_a",
+    "linear_attn.dt_bias": "ssm_dt.bias",
+    "layer_scalar": "layer_output_scale.weight",
+}
+
+# Tensors beside the layers of models whose layers have inputs of their own, in folders and GGUF
+# files: an embedding, a projection of the other embedding, and the norm of its outputs.
+OWN_EMBEDDING = "model.embed_tokens_per_layer.weight", "per_layer_token_embd.weight"
+OWN_PROJECTION = "model.per_layer_model_projection.weight", "per_layer_model_proj.weight"
+OWN_NORM = "model.per_layer_projection_norm.weight", "per_layer_proj_norm.weight"
 
 _AFTER = {"post_attention_layernorm": "post_attention_norm"}
 
@@ -69,11 +83,7 @@ _FEATURES = {
     "mamba": "state-space layers",
     "ssm": "state-space layers",
     "wkv": "RWKV layers",
-    "per_layer_input": "an embedding for each layer",
-    "kv_shared_layers": "keys and values shared between layers",
-    "shared_kv_layers": "keys and values shared between layers",
-    "global_head_dim": "heads of several widths",
-    "key_length_swa": "heads of several widths in a GGUF file",
+    "altup": "several residual streams",
 }
 
 _SANDWICH = (
@@ -146,11 +156,11 @@ class Family:
         and experts. Tensors of experts are named and shaped as one of all, ``[experts, ...]``; see
         :func:`expert_name`.
         """
-        hidden, (kv_heads, dim, projects) = of.hidden, of.layer_heads(layer)
+        hidden, (kv_heads, dim, projected) = of.hidden, of.layer_heads(layer)
         shape = of.delta if layer in of.delta_layers else None
         experts, wide = of.feed_forward(layer)
         q, kv = of.q_heads * dim, kv_heads * dim
-        qkv: tuple[int, ...] = (q * (1 + self.gated), kv, kv)[: 2 + projects]
+        qkv: tuple[int, ...] = (q * (1 + self.gated), kv, kv)[:projected]
         qkv = qkv if len(self.qkv) > 1 else (sum(qkv),)
         gate_up = (wide, wide) if len(self.gate_up) == 2 else (2 * wide,)
         if shape is not None:
@@ -165,11 +175,12 @@ class Family:
                 yield f"linear_attn.{name}.weight", (outs, 1, shape.taps)
             if shape.key_dim:
                 yield f"{norm}.weight", (shape.value_dim,)
-                yield from ((name, (shape.value_heads,)) for name in GGUF_RATES)
+                yield "linear_attn.A_log", (shape.value_heads,)
+                yield "linear_attn.dt_bias", (shape.value_heads,)
         else:
             parts = [
                 (f"self_attn.{name}", outs, hidden, of.qkv_bias)
-                for name, outs in zip(self.qkv, qkv, strict=projects)
+                for name, outs in zip(self.qkv, qkv, strict=projected == 3)
             ]
             parts += [("self_attn.o_proj", hidden, q, of.o_bias)]
         block = "mlp.experts" if experts else "mlp"
@@ -198,7 +209,12 @@ class Family:
         if of.qk_norm and shape is None:  # also of a family whose published models have none
             whole = self.qk_norm == "rows"
             yield "self_attn.q_norm.weight", (q if whole else dim,)
-            yield "self_attn.k_norm.weight", (kv if whole else dim,)
+            if projected > 1:
+                yield "self_attn.k_norm.weight", (kv if whole else dim,)
+        if wide := of.layer_input:
+            yield "per_layer_input_gate.weight", (wide, hidden)
+            yield "per_layer_projection.weight", (hidden, wide)
+            yield "post_per_layer_input_norm.weight", (hidden,)
         if self.scaled:
             yield "layer_scalar", (1,)
         if self.sinks:
@@ -207,6 +223,21 @@ class Family:
     def layer_norms(self, delta: bool) -> tuple[str, str, str, str]:
         """Names of the norms of a layer, with the gated delta rule or with attention."""
         return self.delta_norms if delta and self.delta_norms is not None else self.norms
+
+
+def own_tensors(of: Any) -> Iterator[tuple[tuple[str, str], tuple[int, ...]]]:
+    """Names, in a folder and in a GGUF file, and shapes of the tensors beside the layers that
+    layers have inputs of their own by; ``of`` as in :meth:`Family.layer_tensors`."""
+    if each := of.layer_input:
+        yield OWN_EMBEDDING, (of.vocab_size, of.layers * each)
+        yield OWN_PROJECTION, (of.layers * each, of.hidden)
+        yield OWN_NORM, (each,)
+
+
+def unread_tensors(of: Any, layer: int) -> tuple[str, ...]:
+    """Names of tensors of a layer that published models have, although nothing reads them."""
+    names = ("k_proj", "v_proj", "k_norm") if layer in of.shared_layers else ()
+    return tuple(f"self_attn.{name}.weight" for name in names)
 
 
 def delta_outs(name: str, shape: DeltaShape) -> int:
@@ -280,18 +311,54 @@ def _gemma(hf: Any) -> dict[str, Any]:
 def _gemma4(hf: Any) -> dict[str, Any]:
     features = {
         "enable_moe_block": "a feed-forward block without experts",
-        "hidden_size_per_layer_input": "no embedding for each layer",
-        "num_kv_shared_layers": "no keys and values shared between layers",
         "attention_bias": "attention without biases",
     }
     for name, expected in features.items():
         if found := getattr(hf, name):
             raise ValueError(f"{name} is {found}, expected {expected}")
+    layers, shared = hf.num_hidden_layers, hf.num_kv_shared_layers or 0
+    first = layers - shared
+    if shared < 0 or not set(hf.layer_types[first:]) <= set(hf.layer_types[: max(0, first)]):
+        raise ValueError(
+            f"num_kv_shared_layers is {shared} of {layers}, expected layers of the same types "
+            "before them, whose keys and values they share"
+        )
+    own = hf.hidden_size_per_layer_input or 0
+    if own and hf.vocab_size_per_layer_input != hf.vocab_size:
+        raise ValueError(
+            f"vocab_size_per_layer_input is {hf.vocab_size_per_layer_input}, expected that of "
+            f"vocab_size, {hf.vocab_size}"
+        )
+    double = shared > 0 and hf.use_double_wide_mlp
     return {
+        "shared_layers": tuple(range(first, layers)),
+        "layer_input": own,
+        "dense_layers": tuple(range(first, layers)) if double else (),
+        "dense_intermediate": 2 * hf.intermediate_size if double else 0,
         "embedding_scale": hf.hidden_size**0.5,
         "attention_scale": 1.0,
         "logit_cap": float(hf.final_logit_softcapping or 0.0),
         "keys_as_values": bool(hf.attention_k_eq_v),
+    }
+
+
+def _gemma4_gguf(values: Any) -> dict[str, Any]:
+    full, sliding = values.heads
+    cap = values.get("final_logit_softcapping")
+    return {
+        "layer_types": values.window_types(),
+        "sliding_window": values.count("attention.sliding_window"),
+        "num_key_value_heads": sliding[0],
+        "head_dim": sliding[1],
+        "num_global_key_value_heads": full[0],
+        "global_head_dim": full[1],
+        "attention_k_eq_v": values.keys_as_values,
+        "final_logit_softcapping": cap and values.real("final_logit_softcapping"),
+        "hidden_size_per_layer_input": values.layer_input,
+        "vocab_size_per_layer_input": values.vocab_size,
+        "num_kv_shared_layers": len(values.shared_layers),
+        "intermediate_size": values.intermediate,
+        "use_double_wide_mlp": bool(values.dense_layers),
     }
 
 
@@ -320,11 +387,9 @@ def _phi3_gguf(values: Any) -> dict[str, Any]:
 def _exaone_gguf(values: Any) -> dict[str, Any]:
     if values.get("attention.sliding_window") is None:
         return {"sliding_window": None, "layer_types": ["full_attention"] * values.layers}
-    sliding = values.numbers("attention.sliding_window_pattern")
-    kinds = ("full_attention", "sliding_attention")
     return {
         "sliding_window": values.count("attention.sliding_window"),
-        "layer_types": [kinds[bool(each)] for each in sliding],
+        "layer_types": values.window_types(),
     }
 
 
@@ -687,6 +752,9 @@ FAMILIES = {
         heads_by_kind=True,
         scaled=True,
         switches=_gemma4,
+        gguf="gemma4",
+        gguf_names=_AFTER,
+        gguf_values=_gemma4_gguf,
     ),
     "glm4": Family(
         model="Glm4",

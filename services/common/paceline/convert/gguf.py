@@ -6,7 +6,7 @@ import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -16,8 +16,16 @@ import torch
 from gguf import GGMLQuantizationType
 from torch import Tensor
 
-from paceline.convert.config import decoder_config, rope_frequencies
-from paceline.convert.families import FAMILIES, GGUF_NAMES, GGUF_RATES, expert_name, refusal
+from paceline.convert.config import decoder_config, rope_frequencies, rope_parameters
+from paceline.convert.families import (
+    FAMILIES,
+    GGUF_ENDINGS,
+    GGUF_NAMES,
+    expert_name,
+    own_tensors,
+    refusal,
+    unread_tensors,
+)
 from paceline.convert.folder_files import part_paths
 from paceline.convert.gguf_file import (
     GgufArray,
@@ -75,12 +83,26 @@ class Metadata:
         tensors = file.tensors
         # Blocks behind the layers predict further tokens; they are left out.
         self.layers = self.count("block_count") - self._optional("nextn_predict_layers", 0)
+        if not 0 < self.layers <= len(tensors):
+            raise self._error(f"{self.layers} layers in {len(tensors)} tensors")
         self.hidden = self.count("embedding_length")
         self.experts = self.count("expert_count") if self.family.experts else 0
         wide = "expert_feed_forward_length"
         named = self.experts and self.get(wide) is not None
-        self.intermediate = self.count(wide if named else "feed_forward_length")
+        blocks = [0.0]
+        if isinstance(self.get("feed_forward_length"), GgufArray):
+            blocks = self.numbers("feed_forward_length")
+            if not all(0 < each <= _MAX_NUMBER for each in blocks):
+                raise self._error(f"feed_forward_length has {min(blocks)}, expected widths above 0")
+        self.intermediate = int(blocks[0]) or self.count(wide if named else "feed_forward_length")
         self.q_heads = self.count("attention.head_count")
+        by_kind = self.family.heads_by_kind
+        last = self._optional("attention.shared_kv_layers", 0) if by_kind else 0
+        self.shared_layers = tuple(range(max(0, self.layers - last), self.layers))
+        self.layer_input = self._optional("embedding_length_per_layer_input", 0)
+        # Whether layers have windows, where heads differ by that.
+        pattern = "attention.sliding_window_pattern"
+        self.windows = [bool(each) for each in self.numbers(pattern)] if by_kind else []
         counts = self._kv_counts()
         self.kv_heads = max(counts)
         if self.q_heads % self.kv_heads:
@@ -93,6 +115,11 @@ class Metadata:
         for name, width in widths.items():
             if width != self.head_dim:
                 raise self._error(f"{name} differs from the width of keys, {self.head_dim}")
+        # KV heads and width of heads of layers without a window, and with one.
+        self.heads = [(self.kv_heads, self.head_dim)] * 2
+        self.keys_as_values = False
+        if self.windows:
+            self._read_heads(counts)
         if self.rope_dim > self.head_dim or self.rope_dim % 2:
             raise self._error(f"{self.rope_dim} of {self.head_dim} dimensions cannot be rotated")
         if self.head_dim % 2:
@@ -100,13 +127,13 @@ class Metadata:
         if EMBEDDING not in tensors or len(tensors[EMBEDDING].shape) != 2:
             raise self._error(f"lacks the tensor {EMBEDDING!r}, or it is no matrix")
         self.vocab_size = tensors[EMBEDDING].shape[0]
-        if not 0 < self.layers <= len(tensors):
-            raise self._error(f"{self.layers} layers in {len(tensors)} tensors")
         first = self._optional("leading_dense_block_count", 0)
         step = self._optional("interleave_moe_layer_step", 1)
         dense = (i for i in range(self.layers) if i < first or (i + 1) % step)
         self.dense_layers = tuple(dense) if self.experts else ()
         self.dense_intermediate = self.count("feed_forward_length") if self.dense_layers else 0
+        if blocks[-1] != blocks[0]:
+            self.dense_layers, self.dense_intermediate = self.shared_layers, int(blocks[-1])
         self.delta_layers: tuple[int, ...] = ()
         self.delta: DeltaShape | None = None
         # Whether betas and decays are one projection, and value heads as in folders.
@@ -143,18 +170,45 @@ class Metadata:
             return 0, self.dense_intermediate
         return self.experts, self.intermediate
 
-    def layer_heads(self, layer: int) -> tuple[int, int, bool]:
+    def layer_heads(self, layer: int) -> tuple[int, int, int]:
         """As :meth:`paceline.decoder.DecoderConfig.layer_heads`."""
-        return self.kv_heads, self.head_dim, True
+        full = bool(self.windows) and not self.windows[layer]
+        projected = 2 if full and self.keys_as_values else 3
+        return *self.heads[not full], 1 if layer in self.shared_layers else projected
+
+    def window_types(self) -> list[str]:
+        """Types of layers, with a window or without."""
+        kinds = ("full_attention", "sliding_attention")
+        return [kinds[bool(each)] for each in self.numbers("attention.sliding_window_pattern")]
+
+    def _read_heads(self, counts: Sequence[int]) -> None:
+        """Heads of layers without a window, and with one, from their widths and KV heads."""
+        widths = [self.head_dim, self.count("attention.key_length_swa")]
+        for name in ("attention.value_length_swa", "rope.dimension_count_swa"):
+            if self.count(name, widths[1]) != widths[1]:
+                raise self._error(f"{name} differs from the width of keys, {widths[1]}")
+        by_kind = dict(zip(self.windows, counts, strict=True))
+        self.heads = [(by_kind.get(kind, counts[0]), widths[kind]) for kind in (False, True)]
+        own = range(self.layers - len(self.shared_layers))
+        self.keys_as_values = any(
+            f"blk.{layer}.attn_v.weight" not in self._file.tensors
+            for layer in own
+            if not self.windows[layer]
+        )
 
     def _kv_counts(self) -> list[int]:
-        """KV heads of each layer: the same number, or 0 for a short convolution."""
+        """KV heads of each layer: the same number, one for each kind of layers where heads differ,
+        or 0 for a short convolution."""
         key = "attention.head_count_kv"
         if not isinstance(self.get(key), GgufArray):
             return [self.count(key, self.q_heads)] * self.layers
         found = self.numbers(key)
         counts = set(found) - ({0} if self.family.delta_inputs else set())
-        if len(counts) != 1 or not all(1 <= each <= self.q_heads for each in counts):
+        if self.windows:
+            one = len(set(zip(self.windows, found, strict=True))) == len(set(self.windows))
+        else:
+            one = len(counts) == 1
+        if not one or not all(1 <= each <= self.q_heads for each in counts):
             raise self._error(f"{key} has {sorted(set(found))}, expected one number of heads")
         return [int(each) for each in found]
 
@@ -228,15 +282,17 @@ def expected_tensors(values: Metadata) -> Iterator[tuple[str, str, tuple[int, ..
     names = {**GGUF_NAMES, **values.family.gguf_names}
     yield EMBEDDING, "model.embed_tokens.weight", (values.vocab_size, values.hidden)
     yield f"{names['model.norm']}.weight", "model.norm.weight", (values.hidden,)
+    for (name, stored), shape in own_tensors(values):
+        yield stored, name, shape
     for index in range(values.layers):
         for name, shape in values.family.layer_tensors(values, index):
-            part, kind = name.rsplit(".", 1)
-            stored = GGUF_RATES.get(name) or f"{names[part]}.{kind}"
+            part, _, kind = name.rpartition(".")
+            stored = GGUF_ENDINGS.get(name) or f"{names[part]}.{kind}"
             if values.fused and stored in _FUSED:
                 stored, shape = "ssm_ba.weight", (2 * shape[0], shape[1])
             if "conv" in stored and len(shape) == 3:
                 shape = shape[::2]  # a matrix
-            if shape[0] == 1:
+            if shape[0] == 1 and len(shape) > 1:
                 shape = shape[1:]
             yield f"blk.{index}.{stored}", f"model.layers.{index}.{name}", shape
 
@@ -262,27 +318,26 @@ class GgufModel(ModelSource):
         from transformers import AutoConfig
 
         values = self._metadata
-        config = AutoConfig.for_model(
-            values.model_type,
-            architectures=list(self.architectures),
-            hidden_size=values.hidden,
-            intermediate_size=values.dense_intermediate or values.intermediate,
-            num_hidden_layers=values.layers,
-            num_attention_heads=values.q_heads,
-            num_key_value_heads=values.kv_heads,
-            head_dim=values.head_dim,
-            vocab_size=values.vocab_size,
-            max_position_embeddings=values.count("context_length"),
-            rms_norm_eps=values.real("attention.layer_norm_rms_epsilon"),
-            rope_parameters=self._rope_parameters(),
-            tie_word_embeddings=_HEAD not in self._file.tensors,
-            bos_token_id=self._tokenizer.added_bos,
-            eos_token_id=self._tokenizer.eos,
-            pad_token_id=None,
-            dtype=self._dtype(),
-            **values.biases,
-            **values.family.gguf_values(values),
-        )
+        fields = {
+            "architectures": list(self.architectures),
+            "hidden_size": values.hidden,
+            "intermediate_size": values.dense_intermediate or values.intermediate,
+            "num_hidden_layers": values.layers,
+            "num_attention_heads": values.q_heads,
+            "num_key_value_heads": values.kv_heads,
+            "head_dim": values.head_dim,
+            "vocab_size": values.vocab_size,
+            "max_position_embeddings": values.count("context_length"),
+            "rms_norm_eps": values.real("attention.layer_norm_rms_epsilon"),
+            "rope_parameters": self._rope_parameters(),
+            "tie_word_embeddings": _HEAD not in self._file.tensors,
+            "bos_token_id": self._tokenizer.added_bos,
+            "eos_token_id": self._tokenizer.eos,
+            "pad_token_id": None,
+            "dtype": self._dtype(),
+        }
+        fields |= values.biases | values.family.gguf_values(values)
+        config = AutoConfig.for_model(values.model_type, **fields)
         if _ROPE_FACTORS in self._file.tensors:
             self._check_rope_factors(config)
         return config
@@ -359,6 +414,9 @@ class GgufModel(ModelSource):
         expected = {name: shape for name, _, shape in expected_tensors(self._metadata)}
         extra = self._file.tensors.keys() - expected.keys()
         extra -= {_HEAD, _ROPE_FACTORS, *_LONG_FACTORS.values()}
+        for layer in self._metadata.shared_layers:
+            for name in unread_tensors(self._metadata, layer):
+                extra.discard(f"blk.{layer}.{GGUF_NAMES[name.removesuffix('.weight')]}.weight")
         extra = {name for name in extra if not self._metadata.is_ahead(name)}
         if extra:
             raise UnsupportedModelError(
@@ -415,7 +473,11 @@ class GgufModel(ModelSource):
                 },
             }
         if _ROPE_FACTORS in self._file.tensors:
-            factor = self._factors(_ROPE_FACTORS, values.head_dim).max()
+            factors = self._factors(_ROPE_FACTORS, values.head_dim)
+            if values.windows:
+                part = float((factors == 1).sum()) / len(factors)
+                return {"rope_type": "proportional", "partial_rotary_factor": part}
+            factor = factors.max()
             original = {"original_max_position_embeddings": _LLAMA3_CONTEXT}
             return {"rope_type": "llama3", "factor": float(factor), **_LLAMA3, **original}
         kind = values.get("rope.scaling.type", "none")
@@ -438,13 +500,15 @@ class GgufModel(ModelSource):
         return found
 
     def _check_rope_factors(self, config: Any) -> None:
-        """The file has the factors only, not the rule: they must be those of Llama 3."""
+        """The file has the factors only, not the rule: they must be those of Llama 3, or 1 for the
+        first dimensions and so large for the others that these are not turned."""
         factors = self._factors(_ROPE_FACTORS, self._metadata.head_dim)
         exponents = torch.arange(len(factors), dtype=torch.float32) / len(factors)
-        stored = 1.0 / config.rope_parameters["rope_theta"] ** exponents / factors
-        if not torch.allclose(stored, rope_frequencies(config)[0], rtol=1e-4, atol=0):
+        rule = rope_parameters(config)
+        stored = 1.0 / rule["rope_theta"] ** exponents / factors
+        if not torch.allclose(stored, rope_frequencies(config)[0], rtol=1e-4, atol=1e-20):
             raise UnsupportedModelError(
-                f"{self.path}: the factors in {_ROPE_FACTORS!r} are not those of Llama 3"
+                f"{self.path}: the factors in {_ROPE_FACTORS!r} are not {rule['rope_type']!r}"
             )
 
 

@@ -169,6 +169,7 @@ class GgufTokenizer:
         self._file, self._vocab_size = file, vocab_size
         self.model = str(file.metadata.get(f"{_KEY}model", "none"))
         self._pre = str(file.metadata.get(f"{_KEY}pre", "default"))
+        self._gemma4 = self.model == "gemma4"
 
     @property
     def exists(self) -> bool:
@@ -208,7 +209,7 @@ class GgufTokenizer:
         if not self.exists:
             return self.bos
         bos, named = self.bos, f"{_KEY}add_bos_token" in self._file.metadata
-        adds = self._flag("add_bos_token", self._is_spm or self._pre in _ADD_BOS)
+        adds = self._flag("add_bos_token", self._is_spm or self._pre in _ADD_BOS) or self._gemma4
         if adds and bos is None and named:
             raise self._error("add_bos_token", f"is true, but {_KEY}bos_token_id is not set")
         return bos if adds else None
@@ -248,12 +249,16 @@ class GgufTokenizer:
         if self.model == "gpt2":
             parts = self._byte_level()
         elif self._is_spm:
-            parts = self._sentencepiece()
+            parts = self._sentencepiece(self._pairs(), self._flag("add_space_prefix", True))
+        elif self._gemma4:
+            lines = {"type": "Split", "pattern": {"Regex": "\n+"}, "behavior": "Isolated"}
+            parts = self._sentencepiece(self._merges(), prefix=False)
+            parts["pre_tokenizer"] = {**lines, "invert": False}
         else:
             raise self._error(
                 "model",
-                f"is {self.model!r}, which is not supported; expected 'gpt2' (byte-level BPE) or "
-                "'llama' (SentencePiece)",
+                f"is {self.model!r}, which is not supported; expected 'gpt2' (byte-level BPE), "
+                "'llama' (SentencePiece) or 'gemma4' (BPE)",
             )
         found = {
             "version": "1.0",
@@ -349,22 +354,23 @@ class GgufTokenizer:
         ]
         level = {"add_prefix_space": False, "trim_offsets": True, "use_regex": False}
         bytes_of = {"type": "ByteLevel", **level}
-        merges = []
-        for index, merge in enumerate(self._strings("merges")):
-            first, gap, second = merge[:1], *merge[1:].partition(" ")[::2]
-            if not second:
-                raise self._error("merges", f"has {merge!r} at {index}, expected two tokens")
-            merges.append((first + gap, second))
+        merges = dict.fromkeys(self._merges())
         return {
             "normalizer": None,
             "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, bytes_of]},
             "post_processor": None,
             "decoder": bytes_of,
-            "model": self._bpe(dict.fromkeys(merges), ignore_merges=self._pre in _IGNORE_MERGES),
+            "model": self._bpe(merges, ignore_merges=self._pre in _IGNORE_MERGES),
         }
 
-    def _sentencepiece(self) -> dict[str, Any]:
-        prefix = self._flag("add_space_prefix", True)
+    def _merges(self) -> Iterator[tuple[str, str]]:
+        for index, merge in enumerate(self._strings("merges")):
+            first, gap, second = merge[:1], *merge[1:].partition(" ")[::2]
+            if not second:
+                raise self._error("merges", f"has {merge!r} at {index}, expected two tokens")
+            yield first + gap, second
+
+    def _sentencepiece(self, merges: Iterable[tuple[str, str]], prefix: bool) -> dict[str, Any]:
         unknown = self.token("unknown_token_id") or 0
         space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
         steps: list[dict[str, Any]] = [{"type": "Prepend", "prepend": "▁"}] if prefix else []
@@ -376,7 +382,7 @@ class GgufTokenizer:
         if prefix:
             decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
         model = self._bpe(
-            self._pairs(),
+            merges,
             unk_token=self._vocabulary.tokens[unknown],
             fuse_unk=True,
             byte_fallback=True,

@@ -8,12 +8,19 @@ import torch
 from torch import Tensor
 
 from paceline.convert.config import head_order
-from paceline.convert.families import FAMILIES, delta_outs, layer_shapes
+from paceline.convert.families import (
+    FAMILIES,
+    delta_outs,
+    layer_shapes,
+    own_tensors,
+    unread_tensors,
+)
 from paceline.convert.weights import Weight, fuse, in_columns, in_int8, in_order, plain, take
 from paceline.decoder.config import DecoderConfig, UnsupportedModelError
 from paceline.decoder.linear import Linear, is_rotated
 from paceline.decoder.packed import Part
 from paceline.kernels import DeltaShape
+from paceline.kernels.quantised import QuantisedMatrix
 
 _EMBEDDING = "model.embed_tokens.weight"
 
@@ -35,6 +42,13 @@ class Packer:
         norm = self._norm("model.norm", config.hidden)
         head = take(self._weights, _EMBEDDING if config.tied else "lm_head.weight", shape)
         parts = {"norm": norm * config.logit_scale, **self._linear("head", "head", head, None)}
+        own = [take(self._weights, name, shape) for (name, _), shape in own_tensors(config)]
+        if own:
+            table, projection, own_norm = own
+            blocks = isinstance(table, QuantisedMatrix)
+            parts["own.embedding"] = Linear(table).weight if blocks else plain(table, config.dtype)
+            parts |= self._linear("own.projection", "own.projection", projection, None)
+            parts["own.norm"] = plain(own_norm, torch.float32) * 0.5**0.5
         rotated = is_rotated(config.weights, self._device)
         if not config.tied or rotated:
             embedding = head if config.tied else take(self._weights, _EMBEDDING, shape)
@@ -46,7 +60,7 @@ class Packer:
         reads."""
         config, base = self._config, f"model.layers.{index}."
         family, dim = FAMILIES[config.model_type], config.head_dim
-        kv_heads, width, projects = config.layer_heads(index)
+        kv_heads, width, projected = config.layer_heads(index)
         q, kv, hidden = config.q_heads * width, kv_heads * width, config.hidden
         experts, wide = config.feed_forward(index)
         parts: dict[str, Part] = {}
@@ -96,10 +110,11 @@ class Packer:
             if config.qk_norm:
                 widths = (q, kv) if family.qk_norm == "rows" else (width, width)
                 order = head_order(config)
-                q_norm, k_norm = (
+                head_norms = [
                     self._norm(f"{base}self_attn.{name}", width)[... if order is None else order]
-                    for name, width in zip(("q_norm", "k_norm"), widths, strict=True)
-                )
+                    for name, width in zip(("q_norm", "k_norm")[:projected], widths, strict=False)
+                ]
+                q_norm, k_norm = head_norms[0], head_norms[-1]  # of queries alone: not read
                 if family.qk_norm == "after":
                     # A rotation keeps lengths, so the norms may be taken before it; their weights
                     # are in the scores alone, and all go to the queries.
@@ -112,13 +127,17 @@ class Packer:
             if config.stored_heads:
                 rows = _padded_rows(config, index)
                 order, columns = torch.cat(rows), rows[0]
-                names, outs = names[: 2 + projects], outs[: 2 + projects]
+                names, outs = names[:projected], outs[:projected]
                 places, share = _places(config, width), (width / dim) ** 0.5
                 norms = {"q_norm": q_norm, "k_norm": k_norm, "v_norm": torch.ones(width)}
                 for name, each in norms.items():
                     parts[name] = plain(in_order(each, places), torch.float32) * share
             add("qkv", names, outs, hidden, config.qkv_bias, order)
             add("out", ["self_attn.o_proj"], (hidden,), q, config.o_bias, columns=columns)
+        if own := config.layer_input:
+            add("own.gate", ["per_layer_input_gate"], (own,), hidden, False)
+            add("own.projection", ["per_layer_projection"], (hidden,), own, False)
+            parts["own.norm"] = self._norm(f"{base}post_per_layer_input_norm", hidden)
         if family.scaled:
             parts["scale"] = plain(take(self._weights, f"{base}layer_scalar", (1,)), torch.float32)
         if experts:
@@ -202,16 +221,18 @@ def _places(config: DecoderConfig, width: int) -> Tensor:
 def _padded_rows(config: DecoderConfig, layer: int) -> list[Tensor]:
     """Rows of the projections of a layer for padded queries, keys and values: KV heads are there
     for each of `kv_heads`."""
-    kv_heads, width, projects = config.layer_heads(layer)
+    kv_heads, width, projected = config.layer_heads(layer)
     place = _places(config, width)
 
     def rows(first: int, heads: int, times: int) -> Tensor:
         found = (first + torch.arange(heads)[:, None]) * width + place
         return found.masked_fill(place < 0, -1).repeat_interleave(times, 0).flatten()
 
-    keys, values = config.q_heads, config.q_heads + kv_heads * projects
-    times = config.kv_heads // kv_heads
-    return [rows(0, keys, 1), rows(keys, kv_heads, times), rows(values, kv_heads, times)]
+    keys, values = config.q_heads, config.q_heads + kv_heads * (projected == 3)
+    times, queries = config.kv_heads // kv_heads, rows(0, keys, 1)
+    if projected == 1:
+        return [queries]
+    return [queries, rows(keys, kv_heads, times), rows(values, kv_heads, times)]
 
 
 def _delta_rows(shape: DeltaShape) -> Tensor:
@@ -231,15 +252,15 @@ def _delta_rows(shape: DeltaShape) -> Tensor:
 
 def _check_names(config: DecoderConfig, weights: Mapping[str, Weight]) -> None:
     """Refuse tensors of layers that would be left out, such as biases or scales."""
-    known: dict[tuple[bool, bool], set[str]] = {}  # names in layers of each kind
+    known: dict[int, set[str]] = {}  # names by layer
     for name in sorted(weights):  # the same error each time
-        *start, index, part = name.split(".", 3)
-        if start != ["model", "layers"] or int(index) >= config.layers:
+        *start, number, part = name.split(".", 3)
+        if start != ["model", "layers"] or (index := int(number)) >= config.layers:
             continue
-        kind = int(index) in config.dense_layers, int(index) in config.delta_layers
-        if kind not in known:
-            known[kind] = {"self_attn.rotary_emb.inv_freq", *layer_shapes(config, int(index))}
-        if part not in known[kind]:
+        if index not in known:
+            unread = "self_attn.rotary_emb.inv_freq", *unread_tensors(config, index)
+            known[index] = {*unread, *layer_shapes(config, index)}
+        if part not in known[index]:
             raise UnsupportedModelError(
                 f"tensor {name!r} is not part of a model of type {config.model_type!r} with this "
                 "configuration"

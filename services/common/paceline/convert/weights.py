@@ -30,8 +30,9 @@ Weight = Tensor | QuantisedMatrix
 # (on SmolLM2-135M a KL divergence of 0.06).
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 
-# Matrices that are never quantised: a small error there chooses other experts.
-ROUTER = (".mlp.router.weight", ".mlp.shared_expert_gate.weight")
+# Matrices that keep their values: a small error in the first two chooses other experts, and of the
+# last, gigabytes of which few rows are read, no product gets faster.
+_KEPT = (".mlp.router.weight", ".mlp.shared_expert_gate.weight", "embed_tokens_per_layer.weight")
 
 # Small matrices that keep 8 bits in a 4-bit model: their errors add up in states.
 _DECAYS = tuple(
@@ -73,8 +74,8 @@ class Tensors(Mapping[str, W]):
 class WeightsOf(Tensors[Weight]):
     """Tensors by name, each converted to the format of a configuration when it is read.
 
-    int4 quantises every matrix but routers; blocks of as many bits or fewer stay as they are.
-    Vectors (norms, biases) are plain tensors, and so are matrices in int8: :func:`in_int8`
+    int4 quantises every matrix but those of ``_KEPT``; blocks of as many bits or fewer stay as they
+    are. Vectors (norms, biases) are plain tensors, and so are matrices in int8: :func:`in_int8`
     quantises them.
     """
 
@@ -87,7 +88,7 @@ class WeightsOf(Tensors[Weight]):
 
     def __getitem__(self, name: str) -> Weight:
         found: Weight = self._names[name]
-        bits = 0 if name.endswith(ROUTER) else _BITS.get(self._weights, 0)
+        bits = 0 if name.endswith(_KEPT) else _BITS.get(self._weights, 0)
         if len(found.shape) != 2:
             return found.to(self._device) if isinstance(found, Tensor) else found
         if is_rotated(self._weights, self._device):

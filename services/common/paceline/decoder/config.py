@@ -92,7 +92,8 @@ class DecoderConfig:
     sigmoid_shares: bool = False
     share_factor: float = 1.0  # on shares
     min_share_sum: float = 0.0  # what shares are divided by is no smaller
-    dense_layers: tuple[int, ...] = ()  # layers without experts in a mixture of experts, rising
+    # Layers without experts in a mixture of experts, or with a block of another width, rising.
+    dense_layers: tuple[int, ...] = ()
     dense_intermediate: int = 0  # width of their feed-forward block
     # Width of a block beside the experts, which all rows go through; 0: none.
     shared_intermediate: int = 0
@@ -111,19 +112,44 @@ class DecoderConfig:
     # packed layers have `kv_heads` and `head_dim` for all. Empty: tensors have the same.
     stored_heads: tuple[int, ...] = ()
     keys_as_values: bool = False  # values of layers without a window are keys before their norm
+    # Layers that read the keys and values of the last layer before them that has its own and is of
+    # their kind, with a window or without; rising.
+    shared_layers: tuple[int, ...] = ()
+    # Width of what each layer has as an input of its own, by the token and its embedding; 0: none.
+    layer_input: int = 0
 
-    def layer_heads(self, layer: int) -> tuple[int, int, bool]:
-        """KV heads and width of heads in tensors of a layer, and whether it projects values."""
+    def layer_heads(self, layer: int) -> tuple[int, int, int]:
+        """KV heads and width of heads in tensors of a layer, and how many of queries, keys and
+        values it projects."""
         if not self.stored_heads:
-            return self.kv_heads, self.head_dim, True
+            return self.kv_heads, self.head_dim, 3
         full = self.windows[layer] is None
         kv, dim = self.stored_heads[2 * (not full) :][:2]
-        return kv, dim, not (full and self.keys_as_values)
+        if layer in self.shared_layers:
+            return kv, dim, 1
+        return kv, dim, 2 if full and self.keys_as_values else 3
+
+    @property
+    def kv_windows(self) -> tuple[int | None, ...]:
+        """Windows of the layers with keys and values of their own. Caches, and readers of caches,
+        count these alone."""
+        without = {*self.delta_layers, *self.shared_layers}
+        return tuple(each for layer, each in enumerate(self.windows) if layer not in without)
 
     @property
     def kv_layers(self) -> int:
-        """Layers with keys and values. Caches, and readers of caches, count these alone."""
-        return self.layers - len(self.delta_layers)
+        """Layers with keys and values of their own."""
+        return len(self.kv_windows)
+
+    def cache_of(self, layer: int) -> int:
+        """Number of the keys and values in caches that a layer reads, or of its recurrent states
+        among those of all layers."""
+        if layer in self.delta_layers:
+            return self.delta_layers.index(layer)
+        if layer in self.shared_layers:
+            kinds = [window is None for window in self.kv_windows]
+            return len(kinds) - 1 - kinds[::-1].index(self.windows[layer] is None)
+        return layer - sum(each < layer for each in (*self.delta_layers, *self.shared_layers))
 
     @property
     def delta(self) -> DeltaShape | None:

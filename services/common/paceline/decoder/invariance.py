@@ -80,9 +80,9 @@ def _rows_that_differ(decoder: Decoder) -> str:
 def _tree_that_differs(decoder: Decoder) -> tuple[str, str]:
     """What differs, and the digest of the tree's logits."""
     config = decoder.config
-    delta = [index in config.delta_layers for index in range(config.layers)]
-    ropes = config.ropes or (0,) * config.layers
-    kinds = list(zip(config.windows, ropes, delta, strict=True))
+    indices, ropes = range(config.layers), config.ropes or (0,) * config.layers
+    others = [(at in config.delta_layers, at in config.shared_layers) for at in indices]
+    kinds = list(zip(config.windows, ropes, others, strict=True))
     decoder = decoder.with_layers([kinds.index(kind) for kind in dict.fromkeys(kinds)])
     generator = torch.Generator().manual_seed(0)
     vocab = decoder.config.vocab_size

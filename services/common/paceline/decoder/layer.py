@@ -35,6 +35,10 @@ class DecoderLayer:
     gate_up: Linear | Experts
     down: Linear | Experts
     scale: float = 1.0  # factor on what the layer returns
+    shares: bool = False  # whether `qkv` has queries alone, and the cache is another layer's
+    # Gates of the layer's own input, projection of the product, and its norm, if there is one.
+    own_input: tuple[Linear, Linear, Norm] | None = None
+    index: int = 0  # which part of all layers' inputs is its own
 
 
 def linears_of(layer: DecoderLayer) -> Iterator[tuple[str, Linear]]:
@@ -48,6 +52,8 @@ def linears_of(layer: DecoderLayer) -> Iterator[tuple[str, Linear]]:
     for name, found in zip(("gate_up", "down", "gate"), layer.shared or (), strict=False):
         if found is not None:
             yield f"shared.{name}", found
+    if layer.own_input is not None:
+        yield from zip(("own.gate", "own.projection"), layer.own_input[:2], strict=True)
 
 
 def heads_of(config: DecoderConfig) -> Heads:
@@ -78,11 +84,14 @@ def record_heads(
     rope: int = 0,
     q_rope: int | None = None,
 ) -> tuple[int, int]:
-    """Record projections and rotation of a layer's attention, which write its keys and values.
+    """Record projections and rotation of a layer's attention, which write its keys and values, if
+    it has its own.
 
     ``inputs`` have its first norm. Returns the queries, and all projections.
     """
     mixed = program.multiply(inputs, layer.qkv)
+    if layer.shares:
+        return program.rotate_queries(mixed, layer.head_norms, rope), mixed
     q = program.rotate(mixed, layer.head_norms, cache, rope, q_rope, layer.q_factors)
     return q, mixed
 
@@ -96,13 +105,15 @@ def record_layer(
     cache: int,
     window: int | None,
     rope: int = 0,
+    own_inputs: int = 0,
 ) -> int:
     """Record a layer; returns what is to be added to ``x``, the residual stream, which includes
     what was before the layer; 0: nothing.
 
     ``inputs`` is what :func:`record_entry` returned for its first norm, ``cache`` the number of its
     keys and values in caches or of its recurrent states, ``window`` how many positions its
-    attention reads (None: all), and ``rope`` its rotary table.
+    attention reads (None: all), ``rope`` its rotary table, and ``own_inputs`` the inputs that each
+    layer has of its own, if there are any.
     """
     _, after, before_mlp, after_mlp = layer.norms
 
@@ -121,6 +132,13 @@ def record_layer(
     delta = leave(program.multiply(attended, layer.out), after)
     between = record_entry(config, program, before_mlp, x, delta)
     delta = leave(_feed_forward(config, program, layer, between), after_mlp)
+    if layer.own_input is not None:
+        gate, projection, norm = layer.own_input
+        program.add(x, delta, config.residual_scale)
+        gated = program.gate(
+            program.multiply(x, gate), gelu=config.gelu, ups=own_inputs, part=layer.index
+        )
+        delta = program.add_norm(program.multiply(gated, projection), 0, norm)
     if layer.scale != 1.0:
         program.add(x, delta, config.residual_scale)
         program.scale(x, layer.scale)
@@ -153,8 +171,9 @@ def _feed_forward(config: DecoderConfig, program: Recorder, layer: DecoderLayer,
     return out
 
 
-def build_layer(config: DecoderConfig, parts: Mapping[str, Part]) -> DecoderLayer:
-    """A layer of its packed parts, by their names; see :mod:`paceline.convert.Packer`."""
+def build_layer(config: DecoderConfig, parts: Mapping[str, Part], index: int = 0) -> DecoderLayer:
+    """A layer, 0 for the first, of its packed parts, by their names; see
+    :mod:`paceline.convert.Packer`."""
 
     def tensor(name: str) -> Tensor | None:
         found = parts.get(name)
@@ -191,6 +210,9 @@ def build_layer(config: DecoderConfig, parts: Mapping[str, Part]) -> DecoderLaye
         eps = config.norm_eps * float(v_norm.weight.max()) ** 2
         head_norms = tuple(replace(each, eps=eps) for each in (*head_norms, v_norm))
     scale = tensor("scale")
+    own_input = None
+    if (own_norm := norm("own.norm")) is not None:
+        own_input = linear("own.gate"), linear("own.projection"), own_norm
     shared = None
     if "shared.down" in parts:
         opening = linear("shared.gate") if "shared.gate" in parts else None
@@ -201,5 +223,6 @@ def build_layer(config: DecoderConfig, parts: Mapping[str, Part]) -> DecoderLaye
         q_factors=tensor("q_factors"), sinks=tensor("sinks"), out=linear("out"),
         router=linear("router") if "router" in parts else None, choice=tensor("choice"),
         shared=shared, gate_up=feed_forward("gate_up"), down=feed_forward("down"),
-        scale=1.0 if scale is None else float(scale),
+        scale=1.0 if scale is None else float(scale), shares=index in config.shared_layers,
+        own_input=own_input, index=index,
     )  # fmt: skip

@@ -96,8 +96,17 @@ class Decoder:
         embedding = self._head.weight if embedding is None else embedding
         assert isinstance(embedding, Tensor | PackedMatrix)
         self._embedding = embedding
+        # Inputs of layers: embedding, projection of the embedded tokens, and norm of its outputs.
+        self._own_inputs: tuple[Tensor | PackedMatrix, Linear, Norm] | None = None
+        if config.layer_input:
+            table, own_norm = outer["own.embedding"], outer["own.norm"]
+            assert isinstance(table, Tensor | PackedMatrix)
+            assert isinstance(own_norm, Tensor)
+            # Projected values count divided by the root of `hidden`: their norm's epsilon has it.
+            last = Norm(own_norm, config.norm_eps * config.hidden)
+            self._own_inputs = table, Linear(outer["own.projection"]), last
         self._layers = device_of(device).map(
-            lambda index: build_layer(config, parts.layer(index)), range(config.layers)
+            lambda index: build_layer(config, parts.layer(index), index), range(config.layers)
         )
         self.rope = Rope(config, device)
         try:
@@ -161,7 +170,8 @@ class Decoder:
         for layer in self._layers:
             for _, each in linears_of(layer):
                 shapes.setdefault((each.in_features, each.out_features), each)
-        return [*shapes.values(), self._head]
+        own = [] if self._own_inputs is None else [self._own_inputs[1]]
+        return [*shapes.values(), *own, self._head]
 
     def with_layers(self, indices: Sequence[int]) -> Self:
         """A decoder over some of the layers, with the same weights; its caches have as many."""
@@ -169,10 +179,14 @@ class Decoder:
         windows = tuple(config.windows[index] for index in indices)
         ropes = tuple(config.ropes[index] for index in indices) if config.ropes else ()
         part = copy(self)
-        delta = tuple(at for at, index in enumerate(indices) if index in config.delta_layers)
-        part.config = replace(
-            config, layers=len(windows), windows=windows, ropes=ropes, delta_layers=delta
+        delta, shared = (
+            tuple(at for at, index in enumerate(indices) if index in layers)
+            for layers in (config.delta_layers, config.shared_layers)
         )
+        part.config = replace(
+            config, layers=len(windows), windows=windows, ropes=ropes, delta_layers=delta,
+            shared_layers=shared,
+        )  # fmt: skip
         part._layers = [self._layers[index] for index in indices]
         part._executor = Executor(part._record())
         return part
@@ -203,17 +217,20 @@ class Decoder:
         """The operations of a forward pass."""
         config = self.config
         program = Recorder(heads_of(config), config.dtype, self.numerics)
-        x, delta, recurrent = program.embed(self._embedding, config.embedding_scale), 0, 0
+        x, delta, own_inputs = program.embed(self._embedding, config.embedding_scale), 0, 0
+        if self._own_inputs is not None:
+            table, projection, norm = self._own_inputs
+            own_inputs = program.add_norm(program.multiply(x, projection), 0, norm)
+            program.add(own_inputs, program.embed(table), (config.layer_input / 2) ** 0.5)
         for index, layer in enumerate(self._layers):
             inputs = record_entry(config, program, layer.norms[0], x, delta)
             if index:
                 program.tap(x, index - 1)
-            cache = index - recurrent if layer.delta is None else recurrent
             rope = config.ropes[index] if config.ropes else 0
             delta = record_layer(
-                config, program, layer, x, inputs, cache, config.windows[index], rope
-            )
-            recurrent += layer.delta is not None
+                config, program, layer, x, inputs, config.cache_of(index), config.windows[index],
+                rope, own_inputs,
+            )  # fmt: skip
         if delta:
             program.add(x, delta, config.residual_scale)
         program.tap(x, len(self._layers) - 1)

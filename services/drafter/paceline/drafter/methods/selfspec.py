@@ -157,7 +157,7 @@ class SelfSpecDrafter(Drafter):
         self.max_nodes, self.max_depth = settings.max_nodes, settings.max_depth
         model = DecoderModel(decoder)
         self.growth = TreeGrowth(ChainGrowth(model, settings), LevelGrowth(model, settings))
-        layers = tuple(range(decoder.config.layers))
+        layers = tuple(range(decoder.config.kv_layers))
         self.needs = Needs(layers, options, options.context, options.ratio)
 
     @classmethod

@@ -173,9 +173,7 @@ class KvLayout:
     def of(cls, config: DecoderConfig) -> KvLayout:
         """Return the layout for a model."""
         kv = config.kv_layers, config.kv_heads, config.head_dim, config.kv_dtype
-        layers = enumerate(config.windows)
-        windows = tuple(window for layer, window in layers if layer not in config.delta_layers)
-        return cls(*kv, config.hidden, config.dtype, config.delta, windows)
+        return cls(*kv, config.hidden, config.dtype, config.delta, config.kv_windows)
 
     @property
     def state_bytes(self) -> int:
