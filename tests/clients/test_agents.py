@@ -39,6 +39,7 @@ def script(folder: Path) -> Callable[[str], str]:
         "exec_command": {"cmd": shell},
         "shell_command": {"command": shell},
         "shell": {"command": ["bash", "-c", shell]},
+        "exec": {"input": f"text(await tools.exec_command({json.dumps({'cmd': shell})}))"},
     }
 
     def reply(prompt: str) -> str:
@@ -70,6 +71,12 @@ class Agent:
 
 
 LIBRARY = ["{url}", "{folder}/ride.txt", TASK]
+CODEX = [
+    *("exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"),
+    *("-c", 'model_provider="here"', "-c", 'model_providers.here.name="here"'),
+    *("-c", 'model_providers.here.base_url="{url}/v1"'),
+    *("-c", 'model_providers.here.wire_api="responses"', TASK),
+]
 AGENTS = [
     Agent(
         "claude",
@@ -77,16 +84,8 @@ AGENTS = [
         ["-p", TASK, "--allowedTools", "Write"],
         {"ANTHROPIC_BASE_URL": "{url}", "ANTHROPIC_API_KEY": "any"},
     ),
-    Agent(
-        "codex",
-        "@openai/codex",
-        [
-            *("exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"),
-            *("-c", 'model_provider="here"', "-c", 'model_providers.here.name="here"'),
-            *("-c", 'model_providers.here.base_url="{url}/v1"'),
-            *("-c", 'model_providers.here.wire_api="responses"', "-m", "mock", TASK),
-        ],
-    ),
+    Agent("codex", "@openai/codex", CODEX),  # asks for a model of its vendor, with custom tools
+    Agent("codex", "@openai/codex", [*CODEX, "-m", "mock"]),
     Agent(
         "opencode",
         "opencode-ai",

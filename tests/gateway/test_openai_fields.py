@@ -7,7 +7,6 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 from fakes.transport import MockTransport
-from openai.types.chat.chat_completion_custom_tool_param import ChatCompletionCustomToolParam
 from openai.types.chat.completion_create_params import CompletionCreateParamsStreaming as Chat
 from openai.types.completion_create_params import CompletionCreateParamsStreaming as Completion
 from openai.types.responses.response_create_params import ResponseCreateParamsStreaming as Responses
@@ -103,12 +102,14 @@ def named(path: str, name: str) -> dict[str, Any]:
 
 OTHER_TOOLS = [
     *(("responses", kind) for kind in sorted(literals(get_type_hints(Responses)["tools"]))),
-    *(("chat/completions", kind) for kind in sorted(literals(ChatCompletionCustomToolParam))),
     *((path, kind) for path in ("responses", "chat/completions") for kind in ("new", "mcp", "")),
 ]
 
 
-@pytest.mark.parametrize(("path", "kind"), [each for each in OTHER_TOOLS if each[1] != "function"])
+OURS = ("function", "custom", "namespace")
+
+
+@pytest.mark.parametrize(("path", "kind"), [each for each in OTHER_TOOLS if each[1] not in OURS])
 async def test_other_tools_are_left_out(serve: Serve, path: str, kind: str) -> None:
     """Whatever else they have; the functions beside them stay. A strict gateway refuses them."""
     tool = {"type": kind, "name": "x", "format": {"type": "text"}, "tools": [function(path, "y")]}
@@ -177,7 +178,7 @@ async def test_choices_of_tools(served: Served, kind: str) -> None:
     choice = {"type": kind, "name": "shell", "mode": "auto", "tools": [shell]}
     body = {"input": "a", "tools": [shell, {**shell, "type": kind}], "tool_choice": choice}
     status, _, answer = await served.post("/v1/responses", **body)
-    if kind in ("function", "allowed_tools"):
+    if kind in ("function", "custom", "allowed_tools"):
         assert status == 200
         return
     assert (status, answer["error"]["param"]) == (400, "tool_choice")
@@ -190,6 +191,7 @@ SHOWN: dict[str, dict[str, Any]] = {
     "function_call_output": {"call_id": "1", "output": [{"type": "input_text", "text": "zebra"}]},
     "custom_tool_call": {"call_id": "1", "name": "apply_patch", "input": "zebra"},
     "custom_tool_call_output": {"call_id": "1", "output": "zebra"},
+    "additional_tools": {"role": "developer", "tools": [{"type": "custom", "name": "zebra"}]},
     "local_shell_call": {"call_id": "1", "action": {"type": "exec", "command": ["ls", "zebra"]}},
     "local_shell_call_output": {"id": "1", "output": "zebra"},
     "shell_call": {"call_id": "1", "action": {"commands": ["ls zebra"]}},
@@ -270,3 +272,101 @@ async def test_calls_of_custom_tools_in_a_chat(served: Served) -> None:
         200,
         '<user>a<assistant>patch{"input": "zebra"}<tool>done<assistant>',
     )
+
+
+PATCH = '*** Begin Patch\n+three "läps"\n*** End Patch'
+GRAMMARS = {"lark": "start: /[^z]*/", "regex": "[^z]*"}
+
+
+@pytest.mark.parametrize("syntax", ["text", *GRAMMARS, None])
+@pytest.mark.parametrize("path", ["responses", "chat/completions"])
+async def test_a_custom_tool_is_called_with_a_text(
+    serve: Serve, path: str, syntax: str | None
+) -> None:
+    """Its grammar is shown to the model, and a regular expression binds what it is called with."""
+    flat = path == "responses"
+    facts: dict[str, Any] = {"name": "patch", "description": "Edits"}
+    if syntax in GRAMMARS:
+        grammar = {"syntax": syntax, "definition": GRAMMARS[syntax]}
+        facts["format"] = {"type": "grammar", **(grammar if flat else {"grammar": grammar})}
+    elif syntax:
+        facts["format"] = {"type": syntax}
+
+    def custom(given: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "custom", **(given if flat else {"custom": given})}
+
+    body = {**VALID[path], "tools": [custom(facts), function(path)]}
+    marked = '<tool_call>{{"name": "patch", "arguments": {}}}</tool_call>'
+    inside = json.dumps({"input": PATCH})
+    said: list[str] = []
+    template = TEMPLATE.replace("t.function.name", "t.function.description")
+    async with serve(MockTransport(lambda prompt: said[-1]), chat_template=template) as served:
+        for reply, choice in (
+            (marked.format(inside), "auto"),
+            (marked.format(json.dumps(PATCH)), "auto"),
+            (inside, custom({"name": "patch"})),
+        ):
+            said.append(reply)
+            sent_body = {**body, "tool_choice": choice}
+            status, headers, answer = await served.post(f"/v1/{path}", **sent_body)
+            assert status == 200, answer
+            warning = headers.get("x-paceline-warning", "")
+            assert warning.endswith("format.definition") == (syntax == "lark")
+            assert GRAMMARS.get(syntax or "", "") in sent(served)
+            bound = json.dumps(served.transport.requests[-1].sampling.json_schema)
+            assert ("pattern" in bound) == (syntax == "regex" and choice != "auto")
+            _, _, text = await served.ask("POST", f"/v1/{path}", json={**sent_body, "stream": True})
+            events = [json.loads(line[6:]) for line in text.splitlines() if line[6:7] == "{"]
+            if flat:
+                (call,) = answer["output"]
+                deltas = [e["delta"] for e in events if e["type"].endswith("_call_input.delta")]
+                assert "".join(deltas) == call["input"] == PATCH
+                assert answer["tools"][0]["type"] == "custom"
+                said_again = {"input": [{"role": "user", "content": "a"}, call]}
+            else:
+                message = answer["choices"][0]["message"]
+                (call,) = message["tool_calls"]
+                deltas = [e["choices"][0]["delta"] for e in events]
+                (streamed,) = [each for delta in deltas for each in delta.get("tool_calls", ())]
+                assert streamed["custom"] == call["custom"] == {"name": "patch", "input": PATCH}
+                said_again = {"messages": [*body["messages"], message]}
+            assert call["type"] == ("custom_tool_call" if flat else "custom")
+            status, _, answer = await served.post(f"/v1/{path}", **{**body, **said_again})
+            assert status == 200, answer
+            assert json.dumps(PATCH) in sent(served)
+
+
+@pytest.mark.parametrize("place", ["tools", "item"])
+async def test_tools_of_namespaces(serve: Serve, place: str) -> None:
+    """They have its name before theirs for the model, but for its caller a field; also in items."""
+    inner = [function("responses", "sleep"), {"type": "custom", "name": "exec"}]
+    tools = [
+        {"type": "namespace", "name": "clock", "description": "Time", "tools": inner},
+        {"type": "namespace", "name": "functions", "tools": inner},
+        {"type": "namespace", "name": "none", "tools": []},
+    ]
+    user: dict[str, Any] = {"role": "user", "content": "a"}
+    item = {"type": "additional_tools", "role": "developer", "tools": tools}
+    body = {"tools": tools, "input": [user]} if place == "tools" else {"input": [item, user]}
+    said: list[str] = []
+    async with serve(MockTransport(lambda prompt: said[-1]), chat_template=TEMPLATE) as served:
+        for shown, namespace, name in (
+            ("clock.sleep", "clock", "sleep"),
+            ("clock.exec", "clock", "exec"),
+            ("sleep", "functions", "sleep"),
+            ("exec", "functions", "exec"),
+        ):
+            said.append(json.dumps({"name": shown, "arguments": {"input": "x"}}))
+            said[-1] = f"<tool_call>{said[-1]}</tool_call>"
+            status, headers, answer = await served.post("/v1/responses", **body)
+            assert (status, headers.get("x-paceline-warning")) == (200, None), answer
+            assert sent(served) == "[clock.sleep][clock.exec][sleep][exec]<user>a<assistant>"
+            (call,) = answer["output"]
+            assert (call["namespace"], call["name"]) == (namespace, name)
+            kind = "custom_tool_call" if name == "exec" else "function_call"
+            assert (call["type"], call.get("input", "x")) == (kind, "x")
+            result = {"type": f"{kind}_output", "call_id": call["call_id"], "output": "done"}
+            items = [*body["input"], call, result]
+            status, _, answer = await served.post("/v1/responses", **{**body, "input": items})
+            assert status == 200, answer
+            assert f'<assistant>{shown}{{"input": "x"}}<tool>done' in sent(served)

@@ -28,7 +28,7 @@ from .requests import (
     kind_of,
     text_of,
 )
-from .tool_calls import DECODER, Call, Part, Reasoning
+from .tool_calls import Call, Part, Reasoning
 from .writers import Json, PartsWriter, told, usage
 
 PATH = "/v1/messages"
@@ -240,15 +240,6 @@ def error_body(error: ApiError) -> Json:
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
-def _input(arguments: str) -> dict[str, Any]:
-    """Arguments of a call, which are an object for every client."""
-    try:
-        value = DECODER.decode(arguments)
-    except (ValueError, RecursionError):
-        value = arguments
-    return value if isinstance(value, dict) else {"input": value}
-
-
 class MessagesWriter(PartsWriter):
     """Formats one answer: blocks that are a text, a thought or a call."""
 
@@ -281,7 +272,7 @@ class MessagesWriter(PartsWriter):
             if isinstance(part, Call):
                 events += self._close()
                 events += self._begin("tool_use", id=part.id, name=part.name, input={})
-                given = self._blocks[-1]["input"] = _input(part.arguments)
+                given = self._blocks[-1]["input"] = part.values
                 events.append(self._delta("input_json_delta", partial_json=json.dumps(given)))
                 events += self._close()
                 continue

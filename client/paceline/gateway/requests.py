@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Generic, Literal, Self, TypeVar, get_args
 
 from pydantic import (
+    AliasChoices,
     Discriminator,
     Field,
     PrivateAttr,
@@ -149,16 +150,40 @@ class Message(Body):
         return {name: value for name, value in fields.items() if value is not None}
 
 
+class InputFormat(Body):
+    """Which texts a custom tool takes: all, or those of a grammar."""
+
+    type: Literal["text", "grammar"] = "text"
+    syntax: Literal["lark", "regex"] = "lark"
+    definition: str = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_chat(cls, fields: Any) -> Any:
+        grammar = fields.get("grammar") if isinstance(fields, dict) else None
+        return {**grammar, "type": "grammar"} if isinstance(grammar, dict) else fields
+
+    def unknown(self, path: str = "") -> Iterator[str]:
+        """Paths of fields that are ignored. A grammar in Lark's notation is shown to the model, but
+        binds nothing: the input is a text within JSON."""
+        yield from super().unknown(path)
+        if self.definition and self.syntax == "lark":
+            yield f"{path}definition"
+
+
 class Function(Body):
     name: str = Field(min_length=1, max_length=256)
     description: str | None = None
     parameters: dict[str, Any] = _NO_ARGUMENTS  # JSON schema of its arguments
     strict: bool | None = None
+    format: InputFormat | None = None  # of the input of a custom tool
 
 
 class Tool(Body):
-    type: Literal["function"] = "function"
-    function: Function
+    """A function, or a custom tool, whose input is a text."""
+
+    type: Literal["function", "custom"] = "function"
+    function: Function = Field(validation_alias=AliasChoices("function", "custom"))
     _sent: dict[str, Any] = PrivateAttr(default={})
 
     @model_validator(mode="wrap")
@@ -172,12 +197,27 @@ class Tool(Body):
     def for_template(self) -> dict[str, Any]:
         """The tool for `render_chat`: as it was sent, its order included, since templates print it.
         Null fields are absent ones, but what a schema has as null is a part of the schema."""
-        function = present(self._sent["function"]) | {"parameters": self.function.parameters}
-        return {"type": self.type, **present(self._sent), "function": function}
+        sent = self._sent.get("function") or self._sent["custom"]
+        function = present(sent) | {"parameters": self.function.parameters}
+        return {"type": "", **present(self._sent)} | {"type": "function", "function": function}
+
+    def as_function(self) -> Tool:
+        """What it is for the model: a custom tool is a function with its input as only argument."""
+        if self.type == "function":
+            return self
+        form = self.function.format or InputFormat()
+        text, told = {"type": "string"}, [self.function.description or ""]
+        if form.definition:
+            told.append(f"The input must fit this grammar ({form.syntax}):\n{form.definition}")
+            text |= {"pattern": f"^(?:{form.definition})$"} if form.syntax == "regex" else {}
+        schema = {**_NO_ARGUMENTS, "properties": {"input": text}, "required": ["input"]}
+        facts = {"description": "\n\n".join(filter(None, told)), "parameters": schema}
+        fields = {"type": self.type, "function": {"name": self.function.name, **facts}}
+        return Tool.model_validate(fields)
 
 
 class OtherTool(Body):
-    """A tool that is no function, such as web_search or custom: it is left out, with a warning."""
+    """A tool that its caller does not run, such as web_search: it is left out, with a warning."""
 
     type: str
 
@@ -196,13 +236,13 @@ def kind_of(value: Any) -> str | None:
 
 
 def _kind_of_tool(tool: Any) -> str:
-    return "Function" if kind_of(tool) in (None, "function") else "Other"
+    return "Function" if kind_of(tool) in (None, "function", "custom") else "Other"
 
 
 OrOtherTool = Annotated[
     Annotated[AnyFunction, Tag("Function")] | Annotated[OtherTool, Tag("Other")],
     Discriminator(_kind_of_tool),
-]  # a function in the form of an endpoint, or another tool
+]  # a function or custom tool in the form of an endpoint, or another tool
 
 
 class AllowedTools(Body, Generic[AnyFunction]):
@@ -226,11 +266,11 @@ class CallingRequest(Body):
         kind = choice.get("type") if isinstance(choice, dict) else None
         if kind == "allowed_tools" and isinstance(choice.get(kind), dict):
             return {**choice[kind], "type": kind}  # a chat's form
-        if isinstance(kind, str) and kind not in ("function", "allowed_tools"):
+        if isinstance(kind, str) and kind not in ("function", "custom", "allowed_tools"):
             raise PydanticCustomError(
                 "tool_choice",
-                "a tool of type {kind} cannot be called here, expected one of type 'function', or "
-                "'allowed_tools'",
+                "a tool of type {kind} cannot be called here, expected one of type 'function' or "
+                "'custom', or 'allowed_tools'",
                 {"kind": repr(kind)},
             )
         return choice
@@ -259,6 +299,11 @@ class ToolUse:
     @property
     def names(self) -> frozenset[str]:
         return frozenset(tool.function.name for tool in self.tools)
+
+    @property
+    def custom(self) -> frozenset[str]:
+        """Names of the custom tools."""
+        return frozenset(tool.function.name for tool in self.tools if tool.type == "custom")
 
     def schema(self) -> dict[str, Any] | None:
         """JSON schema of a text that is the enforced calls; None: none are.
@@ -522,7 +567,7 @@ class ChatRequest(GenerationRequest, CallingRequest):
     def tool_use(self) -> ToolUse:
         """Its tools and how they may be called. Raises ApiError if a tool that must be called does
         not exist."""
-        tools = [tool for tool in self.tools if isinstance(tool, Tool)]
+        tools = [tool.as_function() for tool in self.tools if isinstance(tool, Tool)]
         choice = self.tool_choice
         named: Sequence[Tool | OtherTool] = ()
         if isinstance(choice, Tool):

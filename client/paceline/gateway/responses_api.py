@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from paceline.client import GenerationResult, InvalidRequestError, TokenLogprob
 
@@ -21,6 +21,7 @@ from .requests import (
     CallingRequest,
     ChatRequest,
     CommonRequest,
+    InputFormat,
     Items,
     Limit,
     OrOtherTool,
@@ -63,10 +64,11 @@ class InputCall(Body):
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: str = ""
     arguments: str
 
     def as_messages(self) -> list[dict[str, Any]]:
-        return [_call(self.call_id, self.name, self.arguments)]
+        return [_call(self.call_id, _full(self.namespace, self.name), self.arguments)]
 
 
 class InputResult(Body):
@@ -78,6 +80,16 @@ class InputResult(Body):
         return [_result(self.call_id, text_of(self.output))]
 
 
+class ToolsItem(Body):
+    """Tools that are added to those of the request."""
+
+    type: Literal["additional_tools"]
+    tools: list[Any]
+
+    def as_messages(self) -> list[dict[str, Any]]:
+        return []
+
+
 class OtherItem(Body):
     """A call of a tool that is no function, its result, or both. For the model it is one of a
     function: the arguments are all fields that are not listed here."""
@@ -86,6 +98,7 @@ class OtherItem(Body):
     id: str = ""
     call_id: str = ""
     name: str = ""
+    namespace: str = ""
     arguments: str = ""
     output: Any = None
     outputs: Any = None
@@ -98,7 +111,8 @@ class OtherItem(Body):
     max_output_length: Any = None
 
     def as_messages(self) -> list[dict[str, Any]]:
-        call_id, name = self.call_id or self.id, self.name or self.type.removesuffix("_call")
+        name = _full(self.namespace, self.name) or self.type.removesuffix("_call")
+        call_id = self.call_id or self.id
         found = (self.output, self.outputs, self.results, self.error, self.status)
         result = next((each for each in found if each is not None), "")
         text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
@@ -106,6 +120,11 @@ class OtherItem(Body):
             return [_result(call_id, text)]
         call = _call(call_id, name, self.arguments or json.dumps(self.model_extra))
         return [call, _result(call_id, text)] if self.type in _WITH_RESULT else [call]
+
+
+def _full(namespace: str, name: str) -> str:
+    """The name of a tool for the model. The namespace "functions" has those that need none."""
+    return f"{namespace}.{name}" if namespace not in ("", "functions") else name
 
 
 def _call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
@@ -118,8 +137,9 @@ def _result(call_id: str, text: str) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": call_id, "content": text}
 
 
-_KINDS: dict[str, type[InputMessage | InputCall | InputResult | OtherItem]] = {
+_KINDS: dict[str, type[InputMessage | InputCall | InputResult | ToolsItem | OtherItem]] = {
     "message": InputMessage,
+    "additional_tools": ToolsItem,
     "function_call": InputCall,
     "function_call_output": InputResult,
     "custom_tool_call_output": InputResult,
@@ -145,18 +165,29 @@ class ReasoningOptions(Body):
     effort: str | None = None
 
 
-class FunctionTool(Body):
-    """A function, not nested as in a chat."""
-
-    type: Literal["function"]
+class Namespace(Body):
     name: str
+    description: str | None = None
+
+
+class FunctionTool(Body):
+    """A function or custom tool, not nested as in a chat."""
+
+    type: Literal["function", "custom"]
+    name: str
+    namespace: Namespace = Namespace(name="")
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    format: InputFormat | None = None  # of the input of a custom tool
+
+    @property
+    def full_name(self) -> str:
+        return _full(self.namespace.name, self.name)
 
 
 class NamedFunction(Body):
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: str
 
 
@@ -182,6 +213,20 @@ class ResponsesRequest(CommonRequest, CallingRequest):
     # Accepted and unused. A conversation that is too long is an error, whatever it says.
     truncation: Literal["auto", "disabled"] | None = None
     stream_options: dict[str, Any] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_all_tools(cls, fields: Any) -> Any:
+        """Tools of items and of namespaces are tools of the request."""
+        given = (fields.get("tools") or []) if isinstance(fields, dict) else None
+        if not isinstance(given, list):
+            return fields
+        items, tools = fields.get("input"), [*given]
+        for item in items if isinstance(items, list) else ():
+            if _is(item, "additional_tools") and isinstance(item.get("tools"), list):
+                tools += item["tools"]
+        flat = [each for tool in tools for each in _flat(tool)]
+        return {**fields, "tools": flat} if flat else fields
 
     def unknown(self, path: str = "") -> Iterator[str]:
         """Paths of fields that are ignored, with thoughts that only OpenAI's service can read."""
@@ -252,8 +297,28 @@ def _nested(tool: FunctionTool | NamedFunction | OtherTool) -> dict[str, Any]:
     """A tool, or the name of one, in the form of a chat."""
     if isinstance(tool, OtherTool):
         return {"type": tool.type}
-    names = {"name", "description", "parameters", "strict"}
-    return {"type": "function", "function": tool.model_dump(include=names)}
+    facts = tool.model_dump(exclude={"type", "namespace"})
+    if isinstance(tool, FunctionTool):
+        facts["name"] = tool.full_name
+        if about := tool.namespace.description:
+            facts["description"] = f"{about}\n\n{tool.description or ''}".strip()
+    return {"type": tool.type, tool.type: facts}
+
+
+def _is(value: Any, kind: str) -> bool:
+    return isinstance(value, dict) and value.get("type") == kind
+
+
+def _flat(tool: Any) -> list[Any]:
+    """A tool, or those of a namespace, of which the first says what that is."""
+    tools = tool.get("tools") if _is(tool, "namespace") else None
+    if not isinstance(tools, list):
+        return [tool]
+    name, about = ({"name": tool.get("name")}, {"description": tool.get("description")})
+    return [
+        {**each, "namespace": name if index else name | about} if isinstance(each, dict) else each
+        for index, each in enumerate(tools)
+    ]
 
 
 def _thoughts(fields: dict[str, Any]) -> str:
@@ -308,7 +373,12 @@ class ResponsesWriter(PartsWriter):
     def __init__(self, job: GenerationJob, use: ToolUse, body: ResponsesRequest) -> None:
         super().__init__(job, use)
         self._request = body
-        self._has_tools = bool(use.tools)
+        self._use = use
+        self._names = {
+            tool.full_name: {"namespace": tool.namespace.name, "name": tool.name}
+            for tool in body.tools
+            if isinstance(tool, FunctionTool) and tool.namespace.name
+        }
         self._id = _new_id("resp")
         self._created = int(time.time())
         self._output: list[Json] = []
@@ -392,23 +462,21 @@ class ResponsesWriter(PartsWriter):
         return [done, self._part_event("content_part.done", part=part), self._item_event("done")]
 
     def _call(self, call: Call) -> list[Json]:
-        item = {
-            "id": _new_id("fc"),
-            "type": "function_call",
-            "status": "in_progress",
-            "call_id": call.id,
-            "name": call.name,
-            "arguments": "",
-        }
+        kind, id, field, given = "function_call", "fc", "arguments", call.arguments
+        if call.name in self._use.custom:
+            kind, id, field, given = "custom_tool_call", "ctc", "input", call.input
+        item = {"id": _new_id(id), "type": kind, "status": "in_progress", "call_id": call.id}
+        item |= {"name": call.name, **self._names.get(call.name, {}), field: ""}
         self._output.append(item)
         events = [self._item_event("added")]
-        item |= {"status": "completed", "arguments": call.arguments}
+        item |= {"status": "completed", field: given}
         place = {"item_id": item["id"], "output_index": len(self._output) - 1}
-        prefix = "response.function_call_arguments"
         return [
             *events,
-            self._event(f"{prefix}.delta", **place, delta=call.arguments),
-            self._event(f"{prefix}.done", **place, name=call.name, arguments=call.arguments),
+            self._event(f"response.{kind}_{field}.delta", **place, delta=given),
+            self._event(
+                f"response.{kind}_{field}.done", **place, name=item["name"], **{field: given}
+            ),
             self._item_event("done"),
         ]
 
@@ -448,9 +516,17 @@ class ResponsesWriter(PartsWriter):
             },
             by_alias=True,
         )
-        if not self._has_tools and body.tool_choice != "none":
+        if not self._use.tools and body.tool_choice != "none":
             repeated["tool_choice"] = "auto"
-        tools = [tool.model_dump() for tool in body.tools if not isinstance(tool, OtherTool)]
+        unused = {
+            "function": {"namespace", "format"},
+            "custom": {"namespace", "parameters", "strict"},
+        }
+        tools = [
+            tool.model_dump(exclude=unused[tool.type]) | {"name": tool.full_name}
+            for tool in body.tools
+            if not isinstance(tool, OtherTool)
+        ]
         return {
             "id": self._id,
             "object": "response",

@@ -112,6 +112,21 @@ class Call:
     id: str = field(default_factory=lambda: "".join(secrets.choice(_LETTERS) for _ in range(9)))
     """9 letters and digits: templates of Mistral's models take no other."""
 
+    @property
+    def values(self) -> dict[str, Any]:
+        """The arguments, which are an object for every client."""
+        try:
+            value = DECODER.decode(self.arguments)
+        except (ValueError, RecursionError):
+            value = self.arguments
+        return value if isinstance(value, dict) else {"input": value}
+
+    @property
+    def input(self) -> str:
+        """The text that a custom tool is called with."""
+        text = self.values.get("input")
+        return text if isinstance(text, str) else self.arguments
+
 
 @dataclass(frozen=True)
 class Reasoning:

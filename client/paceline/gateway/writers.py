@@ -312,7 +312,7 @@ class ChatWriter(ChoicesWriter):
         answer = self._begin(index)
         parts = answer.push(text.chunks) + answer.flush()
         content = "".join(part for part in parts if isinstance(part, str))
-        calls = [_call(part) for part in parts if isinstance(part, Call)]
+        calls = [self._call(part) for part in parts if isinstance(part, Call)]
         thoughts = "".join(part.text for part in parts if isinstance(part, Reasoning))
         message: Json = {"role": "assistant", "content": content, "refusal": None}
         if thoughts:
@@ -359,9 +359,15 @@ class ChatWriter(ChoicesWriter):
             elif isinstance(part, Reasoning):
                 deltas.append({"reasoning_content": part.text})
             else:
-                deltas.append({"tool_calls": [{"index": number, **_call(part)}]})
+                deltas.append({"tool_calls": [{"index": number, **self._call(part)}]})
                 number += 1
         return deltas
+
+    def _call(self, call: Call) -> Json:
+        kind, given = "function", {"arguments": call.arguments}
+        if call.name in self._use.custom:
+            kind, given = "custom", {"input": call.input}
+        return {"id": call.id, "type": kind, kind: {"name": call.name, **given}}
 
     def _logprobs(self, entries: Sequence[TokenLogprob] | None) -> Json:
         return of_chat(entries, self._codec) if entries and self._codec is not None else {}
@@ -371,11 +377,6 @@ def _joined(parts: Sequence[Json]) -> Json:
     """The lists of all parts that have some, one after the other."""
     parts = [part for part in parts if part]
     return {key: [each for part in parts for each in part[key]] for key in (parts or [{}])[0]}
-
-
-def _call(call: Call) -> Json:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": call.id, "type": "function", "function": function}
 
 
 def _reason(result: GenerationResult, answer: Answer) -> str:
