@@ -109,6 +109,7 @@ async def test_a_wrong_model_and_a_wrong_path(served: Served) -> None:
     with pytest.raises(openai.NotFoundError, match="'mock'") as raised:
         await served.openai.completions.create(model="other", prompt="a")
     assert (raised.value.code, raised.value.param) == ("model_not_found", "model")
+    assert (await served.openai.completions.create(model="", prompt="a")).model == "mock"
     with pytest.raises(openai.NotFoundError):
         await served.openai.embeddings.create(model="mock", input="a")
     model = await served.openai.models.retrieve("mock")

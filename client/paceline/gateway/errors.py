@@ -26,7 +26,7 @@ from paceline.client import (
 
 # What pydantic calls an object of JSON.
 _PYTHON_OBJECT = re.compile(
-    "valid dictionary or (?:instance of \\w+|object to extract fields from)"
+    "valid dictionary(?: or (?:instance of [\\w\\[\\]]+|object to extract fields from))?"
 )
 
 logger = logging.getLogger("paceline.gateway")

@@ -120,7 +120,7 @@ class JobBuilder:
         there is none of the request's name, unless that is of a model which only its vendor runs:
         it stands for the first one."""
         names = await place.verifier(self._models.names())
-        if asked is not None and asked not in names:
+        if asked and asked not in names:
             if _HOSTED.match(asked) and not self._options.strict:
                 return names[0]
             raise ApiError(
@@ -327,7 +327,7 @@ def _texts_in(value: Any) -> Iterator[str]:
 
 def _named(name: str, body: CommonRequest, job: GenerationJob) -> GenerationJob:
     """The job with the name of its model, which is said where the request has another one."""
-    instead = f"{name} answers for {body.model}" if body.model not in (None, name) else ""
+    instead = f"{name} answers for {body.model}" if body.model not in (None, "", name) else ""
     return replace(job, model_name=name, changes="; ".join(filter(None, (instead, job.changes))))
 
 
