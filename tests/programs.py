@@ -17,3 +17,11 @@ def run_python(
         [sys.executable, *words], env={**os.environ, **(environment or {})},
         capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
+
+
+def packages_after(code: str) -> set[str]:
+    """Top-level packages that a new interpreter has imported after it ran some code."""
+    probe = f"{code}\nimport sys\nprint(*{{name.partition('.')[0] for name in sys.modules}})"
+    done = run_python("-c", probe)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())

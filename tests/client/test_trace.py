@@ -1,16 +1,12 @@
 """The client's spans, against fakes."""
 
-from collections import Counter
-from collections.abc import Iterator
-
 import pytest
 from fakes.verifier import World
 from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import StatusCode
+from spans import Recorder, record
 
 from paceline.client import Client, DeadlineError, PacelineError
 
@@ -18,27 +14,9 @@ PROMPT = [104, 105, 106]
 SEED = 5
 
 
-class Recording:
-    def __init__(self) -> None:
-        self.provider = TracerProvider()
-        self.exporter = InMemorySpanExporter()
-        self.provider.add_span_processor(SimpleSpanProcessor(self.exporter))
-
-    def named(self, name: str) -> list[ReadableSpan]:
-        return [span for span in self.exporter.get_finished_spans() if span.name == name]
-
-    def names(self) -> Counter[str]:
-        return Counter(span.name for span in self.exporter.get_finished_spans())
-
-
 @pytest.fixture
-def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recording]:
-    """Traces of this test only: a process can set its provider but once."""
-    recording = Recording()
-    source = recording.provider.get_tracer("test")
-    monkeypatch.setattr("paceline.client._stats.tracer", lambda: source)
-    yield recording
-    recording.provider.shutdown()
+def recording(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    return record(monkeypatch, "paceline.client._stats.tracer")
 
 
 def facts(span: ReadableSpan) -> dict[str, object]:
@@ -46,9 +24,9 @@ def facts(span: ReadableSpan) -> dict[str, object]:
 
 
 async def test_it_is_part_of_the_callers_trace(
-    world: World, client: Client, recording: Recording
+    world: World, client: Client, recording: Recorder
 ) -> None:
-    outer = recording.provider.get_tracer("app").start_span("handle request")
+    outer = recording.tracer.start_span("handle request")
     with trace.use_span(outer, end_on_exit=True):
         await client.generate(PROMPT, max_new_tokens=4, seed=SEED)
         assert trace.get_current_span() is outer, "the generation's span stays in its own task"
@@ -68,7 +46,7 @@ async def test_an_unsampled_trace_is_not_propagated(
 
 
 async def test_a_failed_prefill_and_its_generation_are_failed(
-    world: World, client: Client, recording: Recording
+    world: World, client: Client, recording: Recorder
 ) -> None:
     world.verifier.full, world.verifier.retry_after = 1, None
     with pytest.raises(PacelineError) as caught:
@@ -81,7 +59,7 @@ async def test_a_failed_prefill_and_its_generation_are_failed(
     assert facts(root)["error.type"]
 
 
-async def test_a_failure_before_the_model_is_known(client: Client, recording: Recording) -> None:
+async def test_a_failure_before_the_model_is_known(client: Client, recording: Recorder) -> None:
     with pytest.raises(DeadlineError):
         await client.generate(PROMPT, max_new_tokens=4, deadline=1e-9)
     (root,) = recording.named("text_completion")
@@ -89,7 +67,7 @@ async def test_a_failure_before_the_model_is_known(client: Client, recording: Re
 
 
 async def test_a_generation_cut_short_ends_its_spans(
-    world: World, client: Client, recording: Recording
+    world: World, client: Client, recording: Recorder
 ) -> None:
     generation = client.generate(PROMPT, max_new_tokens=150, seed=SEED)
     async for _ in generation:

@@ -1,14 +1,10 @@
-"""Makes the helpers beside the tests importable; tiny random models of every family."""
+"""Tiny random models of every family."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from decoder_cases import FAMILIES, save_model
 
 

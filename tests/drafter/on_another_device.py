@@ -5,13 +5,13 @@ Run by test_methods.py, in a process of its own.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from another_device import another_device
 from torch import Tensor
 
 from paceline.bench.reference import ReferenceKernels
@@ -32,10 +32,6 @@ from paceline.drafter.methods.dspark.config import DSparkConfig
 from paceline.drafter.methods.dspark.heads import DSparkHeads
 from paceline.kernels import devices, send
 from paceline.tree import TokenTree
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-from another_device import another_device
 
 from .models import (
     SAMPLINGS,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,9 +11,6 @@ from typing import Any
 import grpc
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "kv"))
-
 from stub_driver import NO_FILES, NO_HANDLES, StubDevice, StubDriver
 
 from paceline.cuda.memory import DriverError, close_unused

@@ -12,7 +12,7 @@ from fakes.drafter import TARGET, TOKENIZER, FakeDrafter
 from fakes.exchange import CARRIERS, VOCAB, Refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from imports import packages_after
+from programs import packages_after
 from prometheus_client import CollectorRegistry
 
 from paceline.v1 import drafter_pb2, exchange_pb2, sampling_pb2

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
-
-from paceline.convert import load_decoder
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "decoder"))
-
 from decoder_cases import FAMILIES, extend, save_model
 
+from paceline.convert import load_decoder
 from paceline.decoder import Decoder, LocalCache
 from paceline.drafter.methods.base import Budget, LoadError
 

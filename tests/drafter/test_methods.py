@@ -14,7 +14,7 @@ from distributions import write_distribution
 from fakes.exchange import fake_verifier
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from imports import packages_after
+from programs import packages_after
 
 from paceline.drafter.methods import method_class
 from paceline.drafter.methods.base import (

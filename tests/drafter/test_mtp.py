@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-
-from paceline.convert import load_decoder
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "decoder"))
-
 from decoder_cases import extend, save_model
 from gguf_files import write_gguf
+from safetensors.torch import load_file, save_file
 
 from paceline.cli import shipped
 from paceline.cli.services import load_arguments
+from paceline.convert import load_decoder
 from paceline.decoder import Decoder, LocalCache
 from paceline.drafter.inspection import inspect_drafter
 from paceline.drafter.methods.base import Budget, LoadError, Update

@@ -4,7 +4,6 @@ import json
 import re
 from typing import Any
 
-import pytest
 from fakes.transport import MockTransport
 
 from paceline.gateway.tool_calls import Call
@@ -12,11 +11,6 @@ from paceline.gateway.tool_calls import Call
 from .conftest import Serve
 
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
-KNOWING = (
-    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<{{ m.role }}>"
-    "{% for c in m.tool_calls or () %}{{ c.function.name }}:{{ c.function.arguments.city }}"
-    "{% endfor %}{{ m.content }}{% endfor %}<assistant>"
-)
 WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -98,31 +92,3 @@ async def test_a_named_function_is_called(serve: Serve) -> None:
         assert (call.function.name, call.function.arguments) == ("weather", '{"city":"Rom"}')
         schema = json.loads(served.transport.requests[-1].sampling.json_schema)
         assert schema == WEATHER["function"]["parameters"] | {"additionalProperties": False}
-
-
-@pytest.mark.parametrize("template", [PLAIN, KNOWING])
-async def test_a_conversation_with_results(serve: Serve, template: str) -> None:
-    async with serve(MockTransport(lambda prompt: prompt), chat_template=template) as served:
-        create = served.openai.chat.completions.create
-        function = {"name": "weather", "arguments": '{"city": "Rom"}'}
-        call = {"id": "1", "type": "function", "function": function}
-        messages: list[Any] = [
-            *ASK,
-            {"role": "assistant", "content": None, "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": "1", "content": "sunny"},
-        ]
-        # With "none", no call is looked for in the text that repeats the prompt.
-        answer = await create(model="mock", messages=messages)
-        text = answer.choices[0].message.content
-        if template == KNOWING:
-            assert text == "<user>hi<assistant>weather:Rom<tool>sunny<assistant>"
-        else:
-            assert text == (
-                "<user>hi<assistant><tool_call>\n"
-                '{"name": "weather", "arguments": {"city": "Rom"}}\n</tool_call>'
-                "<user><tool_response>\nsunny\n</tool_response><assistant>"
-            )
-        await create(model="mock", messages=messages, tools=[WEATHER])
-        sent = bytes(served.transport.requests[-1].prompt_tokens).decode()
-        assert "Weather of a city" in sent
-        assert ("<system>" in sent) == (template == PLAIN)

@@ -1,18 +1,13 @@
-"""Makes the helpers beside the tests importable, and chooses attention backends."""
+"""Attention backends."""
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import cast
 
 import pytest
+from kernel_cases import BACKENDS, LEVELS, ProgramBackend, compiled
 
 from paceline.bench.reference import ReferenceKernels
 from paceline.kernels import DeviceKernels, devices
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from kernel_cases import BACKENDS, LEVELS, ProgramBackend, compiled
 
 Attends = ProgramBackend | ReferenceKernels
 

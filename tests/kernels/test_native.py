@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from imports import packages_after
+from programs import packages_after
 
 from paceline.kernels import KernelsError, LayerTable, _compile, _native, raw_logprobs
 from paceline.kernels.linear import multiply, pack

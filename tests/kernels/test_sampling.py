@@ -184,25 +184,6 @@ def test_equal_scores_come_in_the_order_of_their_ids() -> None:
     assert best_candidates(scores, 4)[0].tolist()[1][:3] == [5, 70, 299]
 
 
-def test_a_history_counts_the_output_and_goes_back() -> None:
-    history = History([5, 6, 5], [7])
-    for token in (7, 6):
-        history.push(token)
-    assert (history.prompt, list(history.output), len(history)) == ({5, 6}, [7, 7, 6], 6)
-    assert _counts(history) == {7: 2, 6: 1}
-    assert set(history.seen) == {5, 6, 7}
-    assert [history.pop(), history.pop()] == [6, 7]
-    assert _counts(history) == {7: 1}
-    history.pop()
-    assert set(history.seen) == {5, 6}
-    with pytest.raises(IndexError):
-        history.pop()
-
-
-def _counts(history: History) -> dict[int, float]:
-    return dict(zip(history.emitted, history.counts, strict=True))
-
-
 @given(
     prompt=st.lists(st.integers(0, 9), max_size=6),
     moves=st.lists(st.none() | st.integers(0, 9), max_size=40),

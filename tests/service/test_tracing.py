@@ -1,15 +1,11 @@
 """Spans of single calls, and their export by environment variables, which stops no process."""
 
-from collections.abc import Iterator
-
 import grpc
 import pytest
 from opentelemetry import trace
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 from programs import run_python
+from spans import Recorder, record
 
 from paceline.telemetry.exporters import _exporter
 
@@ -24,22 +20,17 @@ def sent(flags: str = "01", trace_id: str = TRACE) -> dict[str, object]:
 
 
 @pytest.fixture
-def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
-    """Those that ended on servers started in the test."""
-    provider, exporter = TracerProvider(), InMemorySpanExporter()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    source = provider.get_tracer("test")
-    monkeypatch.setattr("paceline.service.runtime.tracer", lambda: source)
-    yield exporter
-    provider.shutdown()
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    """Spans of servers started in the test."""
+    return record(monkeypatch, "paceline.service.runtime.tracer")
 
 
-async def test_a_call_joins_its_callers_trace(serve: Serve, spans: InMemorySpanExporter) -> None:
+async def test_a_call_joins_its_callers_trace(serve: Serve, recorder: Recorder) -> None:
     served = await serve()
     async with served.channel() as channel:
         for kind in KINDS:  # streams have no span for all of them
             await ask(channel, kind, "hello", **sent())
-    (span,) = spans.get_finished_spans()
+    (span,) = recorder.spans
     assert span.name == "toy.Toy/UnaryUnary"
     assert span.kind is trace.SpanKind.SERVER
     assert f"{span.context.trace_id:032x}" == TRACE
@@ -62,13 +53,13 @@ async def test_a_call_joins_its_callers_trace(serve: Serve, spans: InMemorySpanE
     ids=["none", "not sampled", "no trace", "malformed"],
 )
 async def test_calls_without_a_sampled_trace_have_no_span(
-    serve: Serve, spans: InMemorySpanExporter, options: dict[str, object]
+    serve: Serve, recorder: Recorder, options: dict[str, object]
 ) -> None:
     served = await serve()
     async with served.channel() as channel:
         for kind in KINDS:
             assert await ask(channel, kind, "hello", **options) == "hello"
-    assert not spans.get_finished_spans()
+    assert not recorder.spans
 
 
 @pytest.mark.parametrize(
@@ -80,13 +71,13 @@ async def test_calls_without_a_sampled_trace_have_no_span(
     ],
 )
 async def test_failures_are_failed_spans(
-    serve: Serve, spans: InMemorySpanExporter, order: str, error: str, code: str | None
+    serve: Serve, recorder: Recorder, order: str, error: str, code: str | None
 ) -> None:
     served = await serve()
     async with served.channel() as channel:
         with pytest.raises(grpc.aio.AioRpcError):
             await ask(channel, "UnaryUnary", order, **sent())
-    (span,) = spans.get_finished_spans()
+    (span,) = recorder.spans
     assert span.status.status_code is StatusCode.ERROR
     facts = span.attributes or {}
     assert (facts["error.type"], facts.get("rpc.response.status_code")) == (error, code)

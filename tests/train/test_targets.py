@@ -112,3 +112,15 @@ def test_a_target_that_does_not_fit_is_refused_before_it_is_loaded(
     for command, options in COMMANDS.items():
         assert train(command, "--target", str(given), "--out", "out", *options) == 1
         assert expected[lacks] in capsys.readouterr().err
+
+
+def test_the_paper_s_arm_of_dspark_differs_in_what_the_paper_says() -> None:
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    presets = []
+    for words in ([], ["--as-paper"]):
+        args = parser.parse_args(["dspark", "--preset", "smollm2", *words])
+        presets.append(vars(args.recipe.vary(args.recipe.presets[args.preset], args)))
+    ours, paper = presets
+    differing = {name: paper[name] for name in paper if paper[name] != ours[name]}
+    assert differing == {"state_input": False, "ce": 0.1, "tv": 0.9, "certainty": 1.0}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from imports import packages_after
+from programs import packages_after
 
 from paceline.kernels import Proposal
 from paceline.tree import DEFAULT_CONFIDENCE, EMPTY, TokenTree, TreeError, merge

@@ -2,16 +2,12 @@
 
 import gc
 import shutil
-import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from fakes.exchange import DrafterService
 from verifier_support import FAMILIES, MEMORY, TOKENIZER, Client, Serve, make_model, serving
 

@@ -3,12 +3,12 @@
 Run by tests/drafter/test_methods.py, in a process of its own.
 """
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import drafters
 import pytest
+from another_device import DEVICE, OnDevice, another_device
 from kv_support import check_followed
 from verifier_support import make_model, serving, text
 
@@ -16,10 +16,6 @@ from paceline.bench.reference import ReferenceKernels
 from paceline.device import CPU, device_of
 from paceline.kernels import devices
 from paceline.v1 import sampling_pb2
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-from another_device import DEVICE, OnDevice, another_device
 
 
 @pytest.fixture(scope="module")

@@ -30,20 +30,6 @@ pytestmark = pytest.mark.usefixtures("no_delays")
 # Both carriers
 
 
-async def test_the_same_tokens_over_both_carriers(client: Client, service: DrafterService) -> None:
-    """Several generations with every kind of drafter; one message a step for all of them."""
-    plain = await client.generate(PROMPT, None, **FIELDS)
-    draws = drafters.all_of(plain, len(PROMPT)).values()
-    texts = await asyncio.gather(
-        *(client.generate(PROMPT, draw, seed=seed, **FIELDS) for seed, draw in enumerate(draws))
-    )
-    assert texts == [plain] * len(draws)
-    await until(lambda: not service.sequences)
-    (joined,) = client.service.joined()
-    carrier = verifier_pb2.CARRIER_SOCKET if service.use_socket else verifier_pb2.CARRIER_STREAM
-    assert (joined.carrier, joined.sequences) == (carrier, 0)
-
-
 async def test_one_message_a_step(client: Client, service: DrafterService) -> None:
     """Eight generations that are drafted for together."""
     name = await service.add(drafters.random_tree)

@@ -7,10 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import CollectorRegistry
+from spans import Recorder
 
 from paceline.telemetry.names import Attribute
 from paceline.telemetry.tracing import child_traceparent
@@ -49,10 +47,9 @@ def test_the_first_rounds_and_then_one_in_so_many(rounds: str, traced: list[int]
 
 def spans_of(report: StepReport) -> dict[str, Any]:
     """Spans of a round, by name."""
-    provider, exporter = TracerProvider(), InMemorySpanExporter()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    add_round(provider.get_tracer("test"), report, TracedRounds(PARENT), {})
-    return {span.name: span for span in exporter.get_finished_spans()}
+    recorder = Recorder()
+    add_round(recorder.tracer, report, TracedRounds(PARENT), {})
+    return {span.name: span for span in recorder.spans}
 
 
 def test_a_span_that_is_made_later_is_the_parent_that_was_told() -> None:

@@ -14,9 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from stand_in import (
     VOCAB,
     Batch,
@@ -283,15 +280,11 @@ def test_each_tensor_parallel_worker_but_the_first_drafts_nothing(make: Make) ->
 def test_metrics_and_spans_tell_drafter_and_version(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+    from spans import record
 
     with socket.create_server(("127.0.0.1", 0)) as found_free:
         port = found_free.getsockname()[1]
-    spans, provider = InMemorySpanExporter(), TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(spans))
-    monkeypatch.setattr(proposer, "tracer", lambda: provider.get_tracer("paceline"))
+    recorder = record(monkeypatch, f"{proposer.__name__}.tracer")
     served = make(
         address="127.0.0.1:0",
         metrics_address=f"127.0.0.1:{port}",
@@ -312,7 +305,7 @@ def test_metrics_and_spans_tell_drafter_and_version(
     found = next(float(line.removeprefix(accepted)) for line in lines if line.startswith(accepted))
     # The last step's tokens end a request before a proposer is told.
     assert request.accepted - 8 <= found <= request.accepted
-    named = {each.name: each for each in spans.get_finished_spans()}
+    named = {each.name: each for each in recorder.spans}
     assert {"text_completion", "specdec.round", "specdec.draft", "specdec.verify"} <= named.keys()
     attributes = named["specdec.draft"].attributes or {}
     assert attributes["specdec.drafter.name"] == "d"

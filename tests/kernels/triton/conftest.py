@@ -4,19 +4,15 @@ bfloat16 products are silently wrong there, so these tests use float16 and float
 """
 
 import inspect
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from paceline.kernels import devices
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,7 +1,10 @@
 """A row of the Triton kernels has the bits of plain decoding: of one row behind its own path."""
 
+import json
 from collections.abc import Sequence
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,10 +12,20 @@ from hypothesis import strategies as st
 from kernel_cases import Case, make_case, trees
 from triton_cases import in_pages, run
 
+from paceline.bench.gpu import decoder
+from paceline.bench.gpu.cases import SMALL
 from paceline.cuda.triton import tiles
 from paceline.cuda.triton.plan import PassTables, Staging, TableShape
-from paceline.cuda.triton.tiles import Tiling, chunk_begin, chunk_of, plan_work
-from paceline.kernels import Probe, QueryBlock, plan_trees
+from paceline.cuda.triton.tiles import (
+    Tiling,
+    _any_work,
+    _equal_work,
+    chunk_begin,
+    chunk_of,
+    plan_work,
+)
+from paceline.kernels import EqualBlocks, LevelBlock, Probe, QueryBlock, plan_trees
+from paceline.kernels.trees import ContextBlock
 
 pytestmark = pytest.mark.usefixtures("products_of_a_gpu")
 
@@ -123,3 +136,55 @@ def test_more_work_than_a_graph_has_room_for_is_refused(monkeypatch: pytest.Monk
     tables = PassTables(Staging(shape.tables, torch.device("cpu")), 0, shape)
     assert tables.fill([QueryBlock(0, 1000, None, 4)], [0])
     assert not tables.fill([QueryBlock(0, 3000, None, 4)], [0])
+
+
+# The work of a draft's levels is found with arrays, and is that of each block
+
+
+STARTS = (0, 1, 63, 255, 256, 700, 4096, 5000, 12288, 20_000)
+
+
+@pytest.mark.parametrize("window", [None, 5, 512])
+@pytest.mark.parametrize("levels", [(1,), (4, 16), (4, 16, 16, 16)])
+@pytest.mark.parametrize("kind", ["level", "context"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_of_one_shape(
+    kind: str, levels: tuple[int, ...], window: int | None, dtype: torch.dtype
+) -> None:
+    count = sum(levels)
+    tiling = Tiling.of(4, torch.empty(2, 1, 64, dtype=dtype), window)
+    first: QueryBlock = LevelBlock(0, STARTS[0], None, count, levels=levels)
+    if kind == "context":
+        first = ContextBlock(0, STARTS[0], None, count)
+    blocks = EqualBlocks(first, np.array(STARTS))
+    assert [(each.sequence, each.start) for each in blocks] == list(enumerate(STARTS))
+    found, right = (each(blocks, tiling, 1 << 30) for each in (_equal_work, _any_work))
+    assert found is not None
+    assert found.part_rows == right.part_rows
+    for mine, other in zip(found.arrays, right.arrays, strict=True):
+        assert mine.dtype == other.dtype
+        assert mine.tolist() == other.tolist()
+    assert _equal_work(blocks, tiling, found.part_rows // 2) is None, "it takes several launches"
+
+
+# The comparison of rows that `make gpu-first` makes on a GPU
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["float32", "int8"])
+@pytest.mark.usefixtures("triton_on_cpu", "products_of_a_gpu")
+def test_rows_have_the_bits_of_plain_decoding(
+    weights: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"ROWS": 6, "LEVELS": 5, "OTHERS": 4}.items():
+        monkeypatch.setattr(decoder, name, value)
+    config = replace(
+        SMALL, layers=1, hidden=64, intermediate=96, q_heads=4, kv_heads=2, head_dim=32,
+        vocab_size=50, windows=(None,), rope_inv_freq=tuple(0.3**i for i in range(16)),
+    )  # fmt: skip
+    config = replace(config, weights=weights)
+    assert decoder.check(config, (300,), torch.device("cpu")) == 0
+    *_, found = map(json.loads, capsys.readouterr().out.splitlines())
+    cases = found[f"{weights}, rows that differ behind 300 tokens"]
+    assert len(cases) == 9
+    assert not any(cases.values()), cases

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import chain, repeat
@@ -12,15 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from triton_cases import Waits
-
-from paceline.bench.reference import write
-from paceline.convert import load_decoder
-from paceline.cuda.triton.kernels import TritonKernels
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-sys.path.insert(0, str(Path(__file__).parents[2] / "kv"))
-
 from drafter.models import (
     SAMPLINGS,
     VOCAB,
@@ -32,8 +22,12 @@ from drafter.models import (
 )
 from drafter.segments import passed
 from stub_driver import StubDevice, StubDriver
+from triton_cases import Waits
 
+from paceline.bench.reference import write
+from paceline.convert import load_decoder
 from paceline.cuda.memory import close_unused
+from paceline.cuda.triton.kernels import TritonKernels
 from paceline.decoder import Decoder
 from paceline.device import Device, DeviceLost
 from paceline.drafter.growth import graphs

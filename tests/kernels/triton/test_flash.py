@@ -2,11 +2,12 @@
 
 import sys
 from dataclasses import replace
+from types import ModuleType
 
-import flash_package
 import pytest
 import torch
 from reference import reference_attention
+from torch import Tensor
 from triton_cases import check, draw_caches, in_pages, run
 
 from paceline.cuda.kernels import cuda_kernels
@@ -20,8 +21,8 @@ PROMPTS = {
 
 @pytest.fixture
 def backend(monkeypatch: pytest.MonkeyPatch) -> DeviceKernels:
-    monkeypatch.setitem(sys.modules, "flash_attn", flash_package.module())
-    flash_package.CALLS.clear()
+    monkeypatch.setitem(sys.modules, "flash_attn", module())
+    CALLS.clear()
     return cuda_kernels("flash_attn")
 
 
@@ -35,7 +36,7 @@ def test_the_package_attends_to_prompts(backend: DeviceKernels, name: str) -> No
     expected = reference_attention(q, keys, values, plan_trees(blocks), scale=0.125)
     paged = in_pages(keys, values, 256)
     check(run(blocks, q, *paged, None, backend=backend), expected, torch.float16)
-    assert [(True, keys_seen)] == flash_package.CALLS
+    assert [(True, keys_seen)] == CALLS
 
 
 def test_other_calls_are_left_to_the_kernels(backend: DeviceKernels) -> None:
@@ -55,7 +56,7 @@ def test_other_calls_are_left_to_the_kernels(backend: DeviceKernels) -> None:
     ):
         found = run([block], q, *planes, window, backend=backend, sinks=sinks)
         assert found[0].isfinite().all()
-    assert not flash_package.CALLS
+    assert not CALLS
 
 
 def test_layers_share_a_plan(backend: DeviceKernels) -> None:
@@ -72,4 +73,46 @@ def test_layers_share_a_plan(backend: DeviceKernels) -> None:
         out, lse = torch.empty(q.shape), torch.empty(q.shape[:2])
         backend.attend(AttentionCall(q, keys, values, plan, 0.125, None, out, lse))
         check((out, lse), expected, q.dtype)
-    assert len(flash_package.CALLS) == 4
+    assert len(CALLS) == 4
+
+
+# Of each call, whether it was causal and the numbers of keys.
+CALLS: list[tuple[bool, list[int]]] = []
+
+
+def attend(
+    q: Tensor, keys: Tensor, values: Tensor, pages: Tensor, count: int, scale: float, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """One sequence: ``[n, Hq, D]`` and log-sum-exp ``[n, Hq]``, keys ``[pages, slots, Hkv, D]``."""
+    key, value = (each[pages.long()].flatten(0, 1)[:count] for each in (keys, values))
+    group = q.shape[1] // key.shape[1]
+    key, value = (each.repeat_interleave(group, 1).float() for each in (key, value))
+    scores = torch.einsum("nhd,shd->nhs", q.float(), key) * scale
+    if causal:  # aligned with the ends
+        seen = torch.ones(len(q), count, dtype=torch.bool).tril(count - len(q))
+        scores.masked_fill_(~seen[:, None], -torch.inf)
+    out = torch.einsum("nhs,shd->nhd", scores.softmax(-1), value)
+    return out.half(), scores.logsumexp(-1)
+
+
+def flash_attn_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, *, cache_seqlens: Tensor, block_table: Tensor,
+    softmax_scale: float, causal: bool, return_softmax_lse: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """FlashAttention 2: a padded batch ``[S, n, Hq, D]``, log-sum-exp ``[S, Hq, n]``."""
+    assert return_softmax_lse
+    assert k_cache.shape[1] % 256 == 0
+    assert cache_seqlens.dtype == block_table.dtype == torch.int32
+    CALLS.append((causal, cache_seqlens.tolist()))
+    found = [
+        attend(row, k_cache, v_cache, table, count, softmax_scale, causal)
+        for row, table, count in zip(q, block_table, cache_seqlens.tolist(), strict=True)
+    ]
+    out, lse = (torch.stack(each) for each in zip(*found, strict=True))
+    return out, lse.transpose(1, 2)
+
+
+def module() -> ModuleType:
+    made = ModuleType("flash_attn")
+    made.__dict__["flash_attn_with_kvcache"] = flash_attn_with_kvcache
+    return made

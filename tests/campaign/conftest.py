@@ -1,6 +1,0 @@
-"""Where the campaign's own modules are."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
