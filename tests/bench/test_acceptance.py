@@ -1,4 +1,4 @@
-"""`paceline bench acceptance` and `paceline bench quality`, on small models."""
+"""`paceline bench acceptance`, `quality` and `step`, on small models."""
 
 import argparse
 import json
@@ -7,14 +7,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny_models import make_model
+from transformers import LlamaForCausalLM
 
-from paceline.bench.acceptance import run
+from paceline.bench import acceptance
 from paceline.bench.cli import add_arguments
 from paceline.bench.quality import compare, predictions
+from paceline.bench.step.run import run
 from paceline.convert import load_decoder
 
 _DEMO = Path("models/demo")
+
+
+def options(*words: object) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args([str(each) for each in words])
 
 
 def test_drafters_are_measured_on_the_same_answers(
@@ -22,13 +30,11 @@ def test_drafters_are_measured_on_the_same_answers(
 ) -> None:
     prompts = tmp_path / "mine.jsonl"
     prompts.write_text(json.dumps({"text": "def add(a, b):\n    return"}) + "\n")
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
     twice = [f"{name}=lm:{_DEMO / 'lm'},widths=2,2" for name in ("first", "second")]
     words = ["acceptance", "--models", _DEMO, "--weights", "bfloat16", "--tokens", "24"]
     words += ["--prompts", prompts, "--output", tmp_path / "found.json", "--temperature", "0"]
     words += [word for spec in twice for word in ("--drafter", spec)]
-    assert run(parser.parse_args([str(word) for word in words])) == 0
+    assert acceptance.run(options(*words)) == 0
     [(title, entry)] = json.loads((tmp_path / "found.json").read_text())["results"].items()
     assert title == "mine, T = 0, bfloat16"
     assert entry["drafters"]["first"] == entry["drafters"]["second"]
@@ -38,13 +44,10 @@ def test_drafters_are_measured_on_the_same_answers(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = LlamaConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=96,
-        num_attention_heads=2, max_position_embeddings=1024, initializer_range=0.3,
+    return make_model(
+        tmp_path_factory.mktemp("model") / "target", "Llama", vocab_size=96, hidden_size=32,
+        intermediate_size=48, head_dim=16, max_position_embeddings=1024, initializer_range=0.3,
     )  # fmt: skip
-    path = tmp_path_factory.mktemp("model")
-    LlamaForCausalLM(config).save_pretrained(path)
-    return path
 
 
 def test_a_model_differs_from_itself_in_nothing(folder: Path) -> None:
@@ -65,3 +68,17 @@ def test_a_model_differs_from_itself_in_nothing(folder: Path) -> None:
         logits = model(text).logits[:, 32:-1].flatten(0, 1)
     loss = torch.nn.functional.cross_entropy(logits, text[:, 33:].flatten())
     assert same["perplexity"] == pytest.approx(math.exp(float(loss)), rel=1e-3)
+
+
+def test_a_run_of_steps_records(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "step.json"
+    shape = ("--rows", "1,256", "--contexts", "20,1000", "--repeats", 2, "--weights", "float32")
+    assert run(options("step", "--target", folder, "--output", file, *shape)) == 0
+    found = json.loads(file.read_text())["results"]["target"]
+    assert list(found["quartiles"]) == ["20"], "a context that does not fit is left out"
+    assert "paceline float32" in found["quartiles"]["20"]
+    assert "paceline float32" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"no context of \[1000\] fits 1024 positions"):
+        run(options("step", "--target", folder, "--output", file, *shape, "--contexts", "1000"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import random
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,21 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "decoder"))
-
 from decoder_cases import ask_tree
 from longspec_masks import window_mask
 from safetensors.torch import save_file
+from tiny_models import make_model
 from tokenizers import Tokenizer, models
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoModelForCausalLM
 
 from paceline.convert import load_config, load_decoder
 from paceline.convert.weights import Checkpoint
@@ -64,13 +55,8 @@ _SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
     "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "head_dim": 16,  # the compiled kernels take multiples of 16
-    "max_position_embeddings": 2048,
-    # Sharper than the usual initialisation, so that choices differ clearly.
-    "initializer_range": 0.3,
+    "initializer_range": 0.3,  # so that choices differ clearly
 }
 
 GREEDY = Sampling()
@@ -90,12 +76,7 @@ SAMPLINGS = {
 
 def write_model(folder: Path, family: str = "llama", seed: int = 0, **shape: Any) -> Path:
     """Save a random model in fp32, with a tokenizer; the same arguments give the same weights."""
-    torch.manual_seed(seed)
-    config, model = {
-        "llama": (LlamaConfig, LlamaForCausalLM),
-        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    }[family]
-    model(config(**{**_SHAPE, **shape})).save_pretrained(folder)
+    make_model(folder, family.capitalize(), seed=seed, **_SHAPE | shape)
     write_tokenizer(folder, "t")
     return folder
 

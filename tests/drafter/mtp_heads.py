@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from decoder_cases import save_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "decoder"))
-
-from decoder_cases import save_model
-
-from .models import VOCAB, FakeStates, beam_search
+from .models import VOCAB, Dense, FakeStates
 
 NAMES: dict[str, dict[str, str]] = {
     "qwen": {
@@ -118,7 +114,7 @@ def one_layer(folder: Path, described: dict[str, Any]) -> Any:
     )
 
 
-class DenseMtp:
+class DenseMtp(Dense):
     """Heads as transformers and plain torch compute them: a model of one layer, whose final norm is
     the head's, over the projection of embeddings and hidden states."""
 
@@ -180,7 +176,6 @@ class DenseMtp:
         again = (before if self.layout.names == "deepseek" else after)[0]
         return logits, again[0, -1]
 
-    @torch.inference_mode()
     def after(self, text: Sequence[int], path: Sequence[int], states: FakeStates) -> Tensor:
         """Logits after a drafted path, ``[V]``: each level by its head over the whole text."""
         read = states.states[: len(text) - 1]
@@ -193,9 +188,3 @@ class DenseMtp:
             logits, output = self.run(head, [*text[1:], *path[:level]], hidden)
             outputs.append(output)
         return logits
-
-    def tree(
-        self, text: list[int], states: FakeStates, sampling: Any, widths: Sequence[int]
-    ) -> dict[tuple[int, ...], float]:
-        """See :func:`beam_search`."""
-        return beam_search(text, sampling, widths, lambda path: self.after(text, path, states))
