@@ -33,6 +33,8 @@ ARCHITECTURES = {
     "qwen3_5_moe_text": "qwen35moe",
     "qwen3_next": "qwen3next",
 }  # architectures that are not called as the model type
+# Tensors of experts of Gemma 4.
+SCALES = {".router.scale": "ffn_gate_inp.scale", ".per_expert_scale": "ffn_down_exps.scale"}
 
 
 def write_gguf(
@@ -62,6 +64,9 @@ def write_gguf(
         tensors |= {hf_name.replace("qkvz", each): part for each, part in parts.items()}
     for hf_name, tensor in tensors.items():
         name = names.get_name(hf_name.replace("_scalar", "_scalar.weight"), (".weight", ".bias"))
+        for end, stored_end in SCALES.items():
+            if hf_name.endswith(end):
+                name = f"blk.{hf_name.split('.')[2]}.{stored_end}"
         assert name is not None, hf_name
         if "linear_attn" in hf_name:
             tensor = _tiled(hf_name, tensor, config)
@@ -105,6 +110,9 @@ def _stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     names = {".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}
     for name in tensors:
         one = re.sub(r"\.experts\.\d+\.", ".experts.", name)
+        if ".experts." in name and ".mlp." not in name and one == name:  # Gemma 4: as in files
+            found[f"{name}.weight"] = tensors[name]
+            continue
         if ".experts.gate_up_proj" in name:  # gpt-oss: in turns
             for half, part in enumerate(("gate_proj", "up_proj")):
                 ours = name.replace("gate_up_proj", part)
@@ -215,7 +223,8 @@ def _add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     experts = next(filter(None, map(config.get, names)), None)
     if experts:
         writer.add_expert_count(experts)
-        writer.add_expert_used_count(config.get("num_experts_per_tok") or config["moe_k"])
+        used = ("num_experts_per_tok", "moe_k", "top_k_experts")
+        writer.add_expert_used_count(next(filter(None, map(config.get, used))))
         names = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
         if dense := next(filter(None, map(config.get, names)), None):
             writer.add_leading_dense_block_count(dense)

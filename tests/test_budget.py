@@ -11,14 +11,14 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 BUDGET = {
-    "kernels": 10_056,
-    "services/common": 18_247,
+    "kernels": 10_068,
+    "services/common": 18_310,
     "services/verifier": 10_207,
     "services/drafter": 9_984,
     "client": 17_637,
     "train": 6_043,
     "bench": 6_679,
-    "tests": 49_225,
+    "tests": 49_241,
 }  # maximum number of lines
 SLACK = 0.01  # a folder that is smaller than its budget by a larger share lowers it
 _PRODUCT = ("kernels", "services", "client")

@@ -146,6 +146,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "final_logit_softcapping": 20.0,
     }),
     "gemma4-small": ("Gemma4", _GEMMA4 | _SMALL),
+    "gemma4-moe": ("Gemma4", _GEMMA4 | {
+        "enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 64,
+    }),
     "qwen3-5": ("Qwen3_5", _DELTA),
     "qwen3-5-moe": ("Qwen3_5Moe", _DELTA | _DELTA_MOE),
     "qwen3-next": ("Qwen3Next", _DELTA | _DELTA_MOE),

@@ -27,6 +27,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 UP = "model.layers.1.mlp.up_proj.weight"
 EXPERT = "model.layers.1.mlp.experts.4.up_proj.weight"
 ONE_MORE = EXPERT.replace("4.up", "7.up")
+SHARES = "model.layers.0.router.per_expert_scale"
 OWN = "model.embed_tokens_per_layer.weight"
 QUERY, STEPS = "model.layers.0.self_attn.q_proj.weight", "model.layers.2.linear_attn.dt_bias"
 
@@ -181,7 +182,10 @@ OTHERS: list[tuple[str, Callable[[Path], None], str]] = [
     ("gemma4-small", tensors(lambda t: t.pop(OWN)), f"lacks tensor '{OWN}'"),
     ("gemma4-small", tensors(lambda t: t.update({OWN: torch.zeros(101, 16)})),
      f"'{OWN}' has shape (101, 16), expected (101, 160)"),
-    ("gemma4", config(enable_moe_block=True), "enable_moe_block is True, expected a feed-forward"),
+    ("gemma4-moe", config(top_k_experts=6), "num_experts_per_tok is 6 of 5 experts"),
+    ("gemma4-moe", config(enable_moe_block=False), "is not part of a model of type 'gemma4_text'"),
+    ("gemma4-moe", tensors(lambda t: t.pop(SHARES)), f"lacks tensor '{SHARES}'"),
+    ("gemma4", config(attention_bias=True), "attention_bias is true, expected attention without"),
     ("gemma4", config(global_head_dim=1 << 40), "global_head_dim is 1099511627776, expected a num"),
     ("gemma4", config(num_global_key_value_heads=-1), "value_heads is -1, expected a number"),
     ("lfm2", config(block_ff_dim=-5), "block_ff_dim is -5, expected a number from 1"),

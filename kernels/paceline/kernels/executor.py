@@ -260,7 +260,7 @@ class NativeProgram:
             among=routing is not None and routing.among,
             sigmoid=routing is not None and routing.sigmoid, weight=weights[0], second=weights[1],
             values=weights[2],
-            factors=None if op.factors is None else address(op.factors, "factors of queries"),
+            factors=None if op.factors is None else address(op.factors, "factors"),
             eps=op.norms[0].eps if op.norms else 0.0, limit=op.limit,
         )  # fmt: skip
 

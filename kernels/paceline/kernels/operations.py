@@ -150,7 +150,7 @@ def _cap(run: OneByOne, op: Operation) -> Tensor:
 
 def _route(run: OneByOne, op: Operation) -> Tensor:
     assert op.routing is not None
-    return _routes(run.scaled(op.source).float(), op.routing, op.choice)
+    return _routes(run.scaled(op.source).float(), op.routing, op.choice, op.factors)
 
 
 def _spread(run: OneByOne, op: Operation) -> Tensor:
@@ -184,7 +184,9 @@ def _select(run: OneByOne, op: Operation) -> Tensor:
     return x if selection is None else x[selection]
 
 
-def _routes(scores: Tensor, routing: Routing, choice: Tensor | None) -> Tensor:
+def _routes(
+    scores: Tensor, routing: Routing, choice: Tensor | None, factors: Tensor | None
+) -> Tensor:
     """Experts of each row, then their shares: float32 ``[rows, 2 top]``."""
     parts = scores.sigmoid() if routing.sigmoid else scores.softmax(-1)
     wanted = scores if choice is None else parts + choice
@@ -198,7 +200,9 @@ def _routes(scores: Tensor, routing: Routing, choice: Tensor | None) -> Tensor:
         shares = ranked[:, : routing.top].softmax(-1)
     else:
         shares = ranked.softmax(-1)[:, : routing.top]
-    return torch.cat([chosen.float(), shares * routing.factor], dim=-1)
+    shares = shares * routing.factor
+    shares = shares if factors is None else shares * factors[chosen]
+    return torch.cat([chosen.float(), shares], dim=-1)
 
 
 def _rotated(run: OneByOne, op: Operation, x: Rows) -> Tensor:

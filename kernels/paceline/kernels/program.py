@@ -121,7 +121,8 @@ class Operation:
     matrix: Matrix | None = None  # the linear layer of MULTIPLY
     rope: int = 0  # which table of the run ROTATE uses for keys
     q_rope: int = 0  # which one for queries
-    factors: Tensor | None = None  # on rotated queries, float32 `[dim]`, of ROTATE; None: none
+    # On rotated queries of ROTATE, float32 `[dim]`, or on shares of ROUTE, `[experts]`; None: none.
+    factors: Tensor | None = None
     # Factor on the delta of ADD_NORM and ADD, the rows of EMBED and SCALE, the shares of ROUTE; cap
     # of CAP.
     factor: float = 1.0
@@ -344,13 +345,16 @@ class Recorder:
             layer=part, gelu=gelu, limit=limit,
         )  # fmt: skip
 
-    def route(self, scores: int, routing: Routing, choice: Tensor | None = None) -> int:
-        """The experts of each row by the scores of all, and their shares: the routes. ``choice`` as
-        in :class:`Operation`."""
+    def route(
+        self, scores: int, routing: Routing, choice: Tensor | None = None,
+        factors: Tensor | None = None,
+    ) -> int:  # fmt: skip
+        """The experts of each row by the scores of all, and their shares: the routes. ``choice``
+        and ``factors`` as in :class:`Operation`."""
         self._top = routing.top
         return self._add(
             Kind.ROUTE, 2 * routing.top, Extent.SLICE, source=scores, routing=routing,
-            choice=choice, factor=routing.factor, limit=routing.min_sum,
+            choice=choice, factor=routing.factor, factors=factors, limit=routing.min_sum,
         )  # fmt: skip
 
     def spread(self, x: int, routes: int) -> int:

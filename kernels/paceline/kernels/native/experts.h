@@ -32,6 +32,7 @@ typedef struct {
   float factor;        /* on shares */
   float min_sum;       /* `among`: a smaller sum counts as this */
   const float *choice; /* added to shares to choose experts [experts]; null: scores choose */
+  const float *factors; /* on shares, by expert [experts]; null: none */
 } Routing;
 
 /* Scores of all experts -> route [2 * top]: the best experts, the best first and the lower number
@@ -68,6 +69,8 @@ INLINE void route_row(const Routing *r, const float *scores, float *route) {
   }
   for (int64_t k = 0; k < r->top; k++)
     route[r->top + k] = part[(int64_t)route[k]] / sum * r->factor;
+  for (int64_t k = 0; r->factors && k < r->top; k++)
+    route[r->top + k] *= r->factors[(int64_t)route[k]];
 }
 
 /* Sorts rows into slots by their routes [rows, 2 * top]; the rows of an expert stay in order. */

@@ -373,7 +373,8 @@ static void run_row(const State *s, const Operation *o, int64_t row) {
                                .sigmoid = (int)o->sigmoid,
                                .factor = (float)o->factor,
                                .min_sum = (float)o->limit,
-                               .choice = o->weight};
+                               .choice = o->weight,
+                               .factors = o->factors};
       route_row(&routing, in, rows_of(s, o->out) + row * 2 * top);
       break;
     }

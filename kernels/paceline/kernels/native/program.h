@@ -72,7 +72,7 @@ typedef struct {
   int64_t experts, among, sigmoid; /* of ROUTE; experts: matrices of MULTIPLY over slots, or 0 */
   const void *weight,
       *second; /* second: norm of keys for ROTATE, whose `weight` is that of queries */
-  const void *factors, *values; /* of ROTATE */
+  const void *factors, *values; /* of ROTATE; factors: also of ROUTE, on shares by expert */
   double eps, factor, limit;    /* limit: of GATE, 0: none; min_sum of ROUTE */
 } Operation;
 

@@ -40,6 +40,10 @@ def decoder_config(
         )
     _refuse_unsupported(hf)
     family = FAMILIES[hf.model_type]
+
+    def holds(field: bool | str) -> bool:
+        return bool(getattr(hf, field, False)) if isinstance(field, str) else field
+
     (kv_heads, head_dim), stored_heads = _heads(hf)
     inv_freq, rope_scaling = rope_frequencies(hf)
     windows = _windows(hf, family)
@@ -54,7 +58,7 @@ def decoder_config(
         local, _ = rope_frequencies(hf, "sliding_attention")
         ropes = tuple(int(window is not None) for window in windows)
         switches |= {"ropes": ropes, "rope_local": tuple(local.tolist())}
-    if family.experts:
+    if holds(family.experts):
         switches |= _experts(hf)
     if rope_parameters(hf).get("rope_type") == "longrope":
         original = rope_parameters(hf).get("original_max_position_embeddings")
@@ -64,10 +68,6 @@ def decoder_config(
             )
         short, _ = rope_frequencies(hf, context=original)
         switches |= {"rope_short": tuple(short.tolist()), "rope_short_context": original}
-
-    def biased(field: bool | str) -> bool:
-        return bool(getattr(hf, field, False)) if isinstance(field, str) else field
-
     dtype = _dtype(hf, requested)
     own = stored or _quantisation(hf) or str(dtype).removeprefix("torch.")
     config = DecoderConfig(
@@ -85,9 +85,9 @@ def decoder_config(
         rope_inv_freq=tuple(inv_freq.tolist()),
         rope_scaling=rope_scaling,
         windows=windows,
-        qkv_bias=biased(family.qkv_bias),
-        o_bias=biased(family.o_bias),
-        mlp_bias=biased(family.mlp_bias),
+        qkv_bias=holds(family.qkv_bias),
+        o_bias=holds(family.o_bias),
+        mlp_bias=holds(family.mlp_bias),
         qk_norm=bool(family.qk_norm) and getattr(hf, "use_qk_norm", True),
         tied=bool(hf.tie_word_embeddings),
         eos_token_ids=eos_token_ids,
@@ -110,7 +110,8 @@ def decoder_config(
 def _intermediate(hf: Any) -> int:
     """The width of a feed-forward block, or of an expert. LFM2 names the one that its own is made
     of."""
-    wide = getattr(hf, "moe_intermediate_size", None) or hf.intermediate_size
+    expert = getattr(hf, "enable_moe_block", True) and getattr(hf, "moe_intermediate_size", None)
+    wide = expert or hf.intermediate_size
     if getattr(hf, "block_auto_adjust_ff_dim", False):
         wide, step = int(2 * wide / 3), hf.block_multiple_of
         if hf.block_ffn_dim_multiplier is not None:
@@ -134,7 +135,7 @@ def _context(hf: Any, family: Family) -> int:
 def _experts(hf: Any) -> dict[str, Any]:
     """The fields of a mixture of experts."""
     experts = getattr(hf, "num_local_experts", None) or hf.num_experts
-    used = hf.num_experts_per_tok
+    used: Any = getattr(hf, "top_k_experts", None) or getattr(hf, "num_experts_per_tok", None)
     numbers = isinstance(used, int) and isinstance(experts, int)
     if not numbers or not 1 <= used <= experts <= MAX_EXPERTS:
         raise UnsupportedModelError(

@@ -35,13 +35,16 @@ _NAMES = {
     ".router.moe_statics.": ".router.",
     ".router.e_score_correction_bias": ".router.choice.bias",
     ".mlp.shared_experts.": ".mlp.shared_expert.",
+    ".router.proj.": ".mlp.router.",
     ".w1.": ".gate_proj.",
     ".w3.": ".up_proj.",
     ".w2.": ".down_proj.",
 }
 
 # Tensors of all experts of a layer: weights, biases, or MXFP4 values and scales.
-_STACKED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)(_bias|_blocks|_scales)?$")
+_STACKED = re.compile(
+    r"(.*?)(?:\.mlp)?\.experts\.(gate_up_proj|down_proj)(_bias|_blocks|_scales)?$"
+)
 
 
 def shared_name(stored: str) -> str:
@@ -90,7 +93,7 @@ class ExpertTensors(Tensors[Weight]):
                 for half, each in enumerate(parts):
                     place = _Part(stored, expert, half if len(parts) > 1 else None)
                     tail = "bias" if kind == "_bias" else "weight"
-                    self._names[f"{layer}.{expert}.{each}.{tail}"] = place
+                    self._names[f"{layer}.mlp.experts.{expert}.{each}.{tail}"] = place
 
     def _count(self, stored: str) -> int:
         shape = self._folder.mapped(stored).shape

@@ -58,6 +58,9 @@ GGUF_NAMES = {
     "per_layer_input_gate": "inp_gate",
     "per_layer_projection": "proj",
     "post_per_layer_input_norm": "post_norm",
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2",
+    "post_feedforward_layernorm_1": "post_ffw_norm_1",
 }
 
 # Tensors of layers whose names have other endings in GGUF files; the first two are those of the
@@ -66,6 +69,8 @@ GGUF_ENDINGS = {
     "linear_attn.A_log": "ssm_a",
     "linear_attn.dt_bias": "ssm_dt.bias",
     "layer_scalar": "layer_output_scale.weight",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
 }
 
 # Tensors beside the layers of models whose layers have inputs of their own, in folders and GGUF
@@ -134,7 +139,12 @@ class Family:
     heads_by_kind: bool = False
     scaled: bool = False  # the output of each layer has a factor
     sinks: bool = False  # each query head has a sink: one extra logit in the softmax denominator
-    experts: bool = False  # the feed-forward blocks are routed experts
+    # The feed-forward blocks are routed experts, or the config's field that says it.
+    experts: bool | str = False
+    beside: str = "mlp.shared_expert"  # name of the block beside them
+    # Norms of what experts read and return, and of what the block beside them returns. There are a
+    # norm of what the router reads and factors on shares then, too.
+    expert_norms: tuple[str, ...] = ()
     router_bias: bool = False  # whether the scores of experts have a bias
     router_choice: bool = False  # whether a bias on shares chooses experts, and no more
     shared_gate: bool = False  # whether the output of the block beside the experts has a gate
@@ -194,11 +204,15 @@ class Family:
             if self.router_choice:
                 yield "mlp.router.choice.bias", (experts,)
         if experts and (shared := of.shared_intermediate):
-            names = (f"mlp.shared_expert.{name}" for name in ("gate_proj", "up_proj"))
+            names = (f"{self.beside}.{name}" for name in ("gate_proj", "up_proj"))
             parts += [(name, shared, hidden, False) for name in names]
-            parts += [("mlp.shared_expert.down_proj", hidden, shared, False)]
+            parts += [(f"{self.beside}.down_proj", hidden, shared, False)]
             if self.shared_gate:
                 parts += [("mlp.shared_expert_gate", 1, hidden, False)]
+        if experts and self.expert_norms:
+            yield from ((f"{name}.weight", (hidden,)) for name in self.expert_norms)
+            yield "router.scale", (hidden,)
+            yield "router.per_expert_scale", (experts,)
         for name, outs, ins, bias in parts + blocks:
             many = (experts,) if name.startswith("mlp.experts.") else ()
             yield f"{name}.weight", (*many, outs, ins)
@@ -309,13 +323,8 @@ def _gemma(hf: Any) -> dict[str, Any]:
 
 
 def _gemma4(hf: Any) -> dict[str, Any]:
-    features = {
-        "enable_moe_block": "a feed-forward block without experts",
-        "attention_bias": "attention without biases",
-    }
-    for name, expected in features.items():
-        if found := getattr(hf, name):
-            raise ValueError(f"{name} is {found}, expected {expected}")
+    if hf.attention_bias:
+        raise ValueError("attention_bias is true, expected attention without biases")
     layers, shared = hf.num_hidden_layers, hf.num_kv_shared_layers or 0
     first = layers - shared
     if shared < 0 or not set(hf.layer_types[first:]) <= set(hf.layer_types[: max(0, first)]):
@@ -330,7 +339,10 @@ def _gemma4(hf: Any) -> dict[str, Any]:
             f"vocab_size, {hf.vocab_size}"
         )
     double = shared > 0 and hf.use_double_wide_mlp
+    if double and hf.enable_moe_block:
+        raise ValueError("use_double_wide_mlp is true, expected false in a mixture of experts")
     return {
+        "shared_intermediate": hf.intermediate_size if hf.enable_moe_block else 0,
         "shared_layers": tuple(range(first, layers)),
         "layer_input": own,
         "dense_layers": tuple(range(first, layers)) if double else (),
@@ -345,7 +357,8 @@ def _gemma4(hf: Any) -> dict[str, Any]:
 def _gemma4_gguf(values: Any) -> dict[str, Any]:
     full, sliding = values.heads
     cap = values.get("final_logit_softcapping")
-    return {
+    experts = {"enable_moe_block": True, **_experts_gguf(values)} if values.experts else {}
+    return experts | {
         "layer_types": values.window_types(),
         "sliding_window": values.count("attention.sliding_window"),
         "num_key_value_heads": sliding[0],
@@ -357,7 +370,7 @@ def _gemma4_gguf(values: Any) -> dict[str, Any]:
         "hidden_size_per_layer_input": values.layer_input,
         "vocab_size_per_layer_input": values.vocab_size,
         "num_kv_shared_layers": len(values.shared_layers),
-        "intermediate_size": values.intermediate,
+        "intermediate_size": values.shared_intermediate or values.intermediate,
         "use_double_wide_mlp": bool(values.dense_layers),
     }
 
@@ -399,6 +412,7 @@ def _experts_gguf(values: Any) -> dict[str, Any]:
         "num_experts": count,
         "num_local_experts": count,
         "num_experts_per_tok": values.count("expert_used_count"),
+        "top_k_experts": values.count("expert_used_count"),
         "norm_topk_prob": True,  # of all models of these families
         "moe_intermediate_size": values.intermediate,
     }
@@ -751,6 +765,13 @@ FAMILIES = {
         local_rope=True,
         heads_by_kind=True,
         scaled=True,
+        experts="enable_moe_block",
+        beside="mlp",
+        expert_norms=(
+            "pre_feedforward_layernorm_2",
+            "post_feedforward_layernorm_2",
+            "post_feedforward_layernorm_1",
+        ),
         switches=_gemma4,
         gguf="gemma4",
         gguf_names=_AFTER,

@@ -63,6 +63,7 @@ _LONG_FACTORS = {
     "short_factor": "rope_factors_short.weight",
 }
 _TEMPLATE = "tokenizer.chat_template"
+_GATES_UPS, _BOTH = ("mlp.experts.gate_proj", "mlp.experts.up_proj"), "mlp.experts.gate_up_proj"
 _FUSED = ("ssm_beta.weight", "ssm_alpha.weight")
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LLAMA3_CONTEXT = 8192  # original context of all Llama 3 models with scaled frequencies
@@ -86,7 +87,10 @@ class Metadata:
         if not 0 < self.layers <= len(tensors):
             raise self._error(f"{self.layers} layers in {len(tensors)} tensors")
         self.hidden = self.count("embedding_length")
-        self.experts = self.count("expert_count") if self.family.experts else 0
+        routed = self.family.experts is True or (self.family.experts and self.get("expert_count"))
+        self.experts = self.count("expert_count") if routed else 0
+        # Whether gates and ups of experts are one tensor.
+        self.fused_experts = any(".ffn_gate_up_exps." in name for name in tensors)
         wide = "expert_feed_forward_length"
         named = self.experts and self.get(wide) is not None
         blocks = [0.0]
@@ -154,8 +158,9 @@ class Metadata:
                 self.count("ssm.state_size"), self.count("ssm.inner_size") // heads,
                 self.count("ssm.conv_kernel"),
             )  # fmt: skip
-        shared = next((t for name, t in tensors.items() if ".ffn_gate_shexp." in name), None)
-        self.shared_intermediate = 0 if shared is None else shared.shape[0]
+        beside = f".{GGUF_NAMES[f'{self.family.beside}.gate_proj']}."
+        shared = next((t for name, t in tensors.items() if beside in name), None)
+        self.shared_intermediate = shared.shape[0] if self.experts and shared is not None else 0
         self.biases: dict[str, bool] = {}  # fields of the transformers config, by the tensors
         self.qkv_bias = self._bias(self.family.qkv_bias, "attn_q")
         self.o_bias = self._bias(self.family.o_bias, "attn_output")
@@ -287,6 +292,12 @@ def expected_tensors(values: Metadata) -> Iterator[tuple[str, str, tuple[int, ..
     for index in range(values.layers):
         for name, shape in values.family.layer_tensors(values, index):
             part, _, kind = name.rpartition(".")
+            if values.fused_experts and part in _GATES_UPS:
+                if part == _GATES_UPS[0]:
+                    stored, both = f"ffn_gate_up_exps.{kind}", f"{_BOTH}.{kind}"
+                    shape = shape[0], 2 * shape[1], *shape[2:]
+                    yield f"blk.{index}.{stored}", f"model.layers.{index}.{both}", shape
+                continue
             stored = GGUF_ENDINGS.get(name) or f"{names[part]}.{kind}"
             if values.fused and stored in _FUSED:
                 stored, shape = "ssm_ba.weight", (2 * shape[0], shape[1])
@@ -525,21 +536,25 @@ class _Tensors(Tensors[Weight]):
         if values.family.gguf_rows:
             self._heads = {"attn_q": values.q_heads, "attn_k": values.kv_heads}
         self._delta, self._fused = values.delta, values.fused
-        self._names: dict[str, tuple[str, int | None]] = {}
+        # Names in the file; of experts with a part of the tensor, and the number of all parts.
+        self._names: dict[str, tuple[str, int, int]] = {}
         for stored, name, _ in expected_tensors(values):
             if ".experts." not in name:
-                self._names[name] = (stored, None)
+                self._names[name] = (stored, 0, 0)
                 continue
-            for expert in range(values.experts):
-                self._names[expert_name(name, expert)] = (stored, expert)
+            halves = ("gate_proj", "up_proj") if _BOTH in name else ("",)
+            for place in range(count := values.experts * len(halves)):
+                expert, half = divmod(place, len(halves))
+                named = expert_name(name, expert).replace("gate_up_proj", halves[half])
+                self._names[named] = (stored, place, count)
         if _HEAD in file.tensors:
-            self._names["lm_head.weight"] = (_HEAD, None)
+            self._names["lm_head.weight"] = (_HEAD, 0, 0)
 
     def __getitem__(self, name: str) -> Weight:
-        stored, expert = self._names[name]
+        stored, place, count = self._names[name]
         tensor = self._file.tensors[stored]
-        if expert is not None:
-            tensor = tensor.part(expert)
+        if count:
+            tensor = tensor.part(place, count)
         found = decode(self._file, tensor, small=self._small)  # copies
         self._file.release()
         part = stored.removeprefix("blk.").partition(".")[2]

@@ -68,11 +68,12 @@ class GgufTensor:
     kind: GGMLQuantizationType  # how its values are stored
     data: Bytes  # bytes of the tensor, mapped from the file
 
-    def part(self, index: int) -> GgufTensor:
-        """The part of the outermost dimension at an index."""
-        size = len(self.data) // self.shape[0]
+    def part(self, index: int, count: int) -> GgufTensor:
+        """One of ``count`` equal parts of the outermost two dimensions together."""
+        size = len(self.data) // count
         data = self.data[index * size : (index + 1) * size]
-        return GgufTensor(f"{self.name}[{index}]", self.shape[1:], self.kind, data)
+        shape = self.shape[0] * self.shape[1] // count, *self.shape[2:]
+        return GgufTensor(f"{self.name}[{index}]", shape, self.kind, data)
 
 
 @dataclass(frozen=True)

@@ -145,10 +145,17 @@ class Packer:
             if family.router_choice:
                 choice = take(self._weights, f"{base}mlp.router.choice.bias", (experts,))
                 parts["choice"] = plain(choice, torch.float32)
+        if experts and family.expert_norms:
+            scale = plain(take(self._weights, f"{base}router.scale", (hidden,)), torch.float32)
+            parts["expert_norms.0"] = scale * hidden**-0.5
+            for at, name in enumerate(family.expert_norms, start=1):
+                parts[f"expert_norms.{at}"] = self._norm(base + name, hidden)
+            factors = take(self._weights, f"{base}router.per_expert_scale", (experts,))
+            parts["expert_factors"] = plain(factors, torch.float32)
         if experts and (shared := config.shared_intermediate):
-            names = [f"mlp.shared_expert.{name}" for name in family.gate_up]
+            names = [f"{family.beside}.{name}" for name in family.gate_up]
             add("shared.gate_up", names, (shared, shared), hidden, False)
-            add("shared.down", ["mlp.shared_expert.down_proj"], (hidden,), shared, False)
+            add("shared.down", [f"{family.beside}.down_proj"], (hidden,), shared, False)
             if family.shared_gate:
                 add("shared.gate", ["mlp.shared_expert_gate"], (1,), hidden, False)
         add_mlp("gate_up", family.gate_up, (wide, wide), hidden)

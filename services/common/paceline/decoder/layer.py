@@ -30,6 +30,10 @@ class DecoderLayer:
     out: Linear
     router: Linear | None  # scores of experts, if there are any
     choice: Tensor | None  # see :class:`paceline.kernels.program.Operation`
+    # Norms of what the router reads, of what experts read and return, and of what the block beside
+    # them returns; and factors on shares, by expert. None: there are none.
+    expert_norms: tuple[Norm, Norm, Norm, Norm] | None
+    expert_factors: Tensor | None
     # Gates and ups, and down projection, of a block beside the experts, and the gate of its output.
     shared: tuple[Linear, Linear, Linear | None] | None
     gate_up: Linear | Experts
@@ -131,7 +135,7 @@ def record_layer(
             program.sigmoid_gate(attended, mixed)
     delta = leave(program.multiply(attended, layer.out), after)
     between = record_entry(config, program, before_mlp, x, delta)
-    delta = leave(_feed_forward(config, program, layer, between), after_mlp)
+    delta = leave(_feed_forward(config, program, layer, between, x), after_mlp)
     if layer.own_input is not None:
         gate, projection, norm = layer.own_input
         program.add(x, delta, config.residual_scale)
@@ -146,7 +150,9 @@ def record_layer(
     return delta
 
 
-def _feed_forward(config: DecoderConfig, program: Recorder, layer: DecoderLayer, x: int) -> int:
+def _feed_forward(
+    config: DecoderConfig, program: Recorder, layer: DecoderLayer, x: int, residual: int
+) -> int:
     gate = partial(program.gate, gelu=config.gelu, limit=config.swiglu_limit)
     if layer.router is None:
         assert isinstance(layer.gate_up, Linear)
@@ -159,14 +165,20 @@ def _feed_forward(config: DecoderConfig, program: Recorder, layer: DecoderLayer,
         config.experts, config.experts_per_token, config.norm_topk_prob,
         config.sigmoid_shares, config.share_factor, config.min_share_sum,
     )  # fmt: skip
-    routes = program.route(program.multiply(x, layer.router), routing, layer.choice)
-    gate_up = program.multiply_slots(program.spread(x, routes), layer.gate_up)
+    scored, entering, norms = x, x, layer.expert_norms
+    if norms is not None:
+        scored, entering = (program.add_norm(residual, 0, norm) for norm in norms[:2])
+    scores = program.multiply(scored, layer.router)
+    routes = program.route(scores, routing, layer.choice, layer.expert_factors)
+    gate_up = program.multiply_slots(program.spread(entering, routes), layer.gate_up)
     out = program.combine(program.multiply_slots(gate(gate_up), layer.down), routes)
     if layer.shared is not None:
         entry, exit_, opening = layer.shared
         shared = program.multiply(gate(program.multiply(x, entry)), exit_)
         if opening is not None:
             program.sigmoid_gate(shared, program.multiply(x, opening))
+        if norms is not None:
+            out, shared = program.add_norm(out, 0, norms[2]), program.add_norm(shared, 0, norms[3])
         program.add(out, shared)
     return out
 
@@ -210,6 +222,7 @@ def build_layer(config: DecoderConfig, parts: Mapping[str, Part], index: int = 0
         eps = config.norm_eps * float(v_norm.weight.max()) ** 2
         head_norms = tuple(replace(each, eps=eps) for each in (*head_norms, v_norm))
     scale = tensor("scale")
+    expert_norms: Any = tuple(norm(f"expert_norms.{at}") for at in range(4))
     own_input = None
     if (own_norm := norm("own.norm")) is not None:
         own_input = linear("own.gate"), linear("own.projection"), own_norm
@@ -222,6 +235,8 @@ def build_layer(config: DecoderConfig, parts: Mapping[str, Part], index: int = 0
         head_norms=head_norms,
         q_factors=tensor("q_factors"), sinks=tensor("sinks"), out=linear("out"),
         router=linear("router") if "router" in parts else None, choice=tensor("choice"),
+        expert_norms=None if None in expert_norms else expert_norms,
+        expert_factors=tensor("expert_factors"),
         shared=shared, gate_up=feed_forward("gate_up"), down=feed_forward("down"),
         scale=1.0 if scale is None else float(scale), shares=index in config.shared_layers,
         own_input=own_input, index=index,
