@@ -141,13 +141,13 @@ proto-check: setup
 	diff -r --exclude=__init__.py --exclude=py.typed --exclude=__pycache__ \
 	    .make/gen/paceline/v1 protos/gen/paceline/v1
 
-# The gateway's page in a headless Chromium: where there is none, says so and does nothing.
+# The gateway's page in a headless Chromium and Firefox: where there is neither, says so and does nothing.
 browser: setup
-	tests/browser/with_chromium.sh $(BIN)/python -m pytest -m browser tests/browser
+	tests/browser/with_browsers.sh $(BIN)/python -m pytest -m browser tests/browser
 
 # Pictures of the page in docs/images, of a gateway that was just started: make screenshots GATEWAY=http://...
 screenshots: setup
-	tests/browser/with_chromium.sh $(BIN)/python tests/browser/screenshots.py $(GATEWAY)
+	tests/browser/with_browsers.sh $(BIN)/python tests/browser/screenshots.py $(GATEWAY)
 
 # The documentation as a site in .make/site; a broken link fails.
 docs: setup

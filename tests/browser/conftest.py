@@ -1,4 +1,4 @@
-"""A real headless browser, real services, and gateways whose model's text is known."""
+"""Real headless browsers, real services, and gateways whose model's text is known."""
 
 from __future__ import annotations
 
@@ -66,17 +66,24 @@ def chat_gateway() -> Callable[..., AbstractAsyncContextManager[str]]:
     return _chat_gateway
 
 
-@pytest.fixture
-async def browser() -> AsyncIterator[Browser]:
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
-    if chromium is None:
-        pytest.skip("there is no chromium")
+PROGRAMS = {"chromium": ("chromium", "google-chrome"), "firefox": ("firefox-esr", "firefox")}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "chromium": {"args": ["--no-sandbox", "--disable-gpu"]},
+    "firefox": {"channel": "moz-firefox"},  # as Debian and Mozilla build it
+}
+
+
+@pytest.fixture(params=PROGRAMS)
+async def browser(request: pytest.FixtureRequest) -> AsyncIterator[Browser]:
+    """Each of the browsers; skips those that are not installed."""
+    program = next(filter(None, map(shutil.which, PROGRAMS[request.param])), None)
+    if program is None:
+        pytest.skip(f"there is no {request.param}")
     from playwright.async_api import async_playwright
 
     async with async_playwright() as started:
-        yield await started.chromium.launch(
-            executable_path=chromium, args=["--no-sandbox", "--disable-gpu"]
-        )
+        kind = getattr(started, request.param)
+        yield await kind.launch(executable_path=program, **OPTIONS[request.param])
 
 
 Open = Callable[..., AbstractAsyncContextManager["Page"]]

@@ -12,8 +12,12 @@ export class GatewayError extends Error {
 }
 
 export class Gateway {
-  /** API key; empty: none is sent. */
-  key = "";
+  #settings;
+
+  /** @param {{key: string}} settings Has the API key, also one that a program filled in; empty: none. */
+  constructor(settings) {
+    this.#settings = settings;
+  }
 
   /**
    * The served model: name, context, drafters, and whether it has a chat template. Of several it is
@@ -47,7 +51,8 @@ export class Gateway {
 
   async #ask(path, options = {}) {
     const headers = { "Content-Type": "application/json" };
-    if (this.key) headers.Authorization = `Bearer ${this.key}`;
+    const { key } = this.#settings;
+    if (key) headers.Authorization = `Bearer ${key}`;
     const response = await fetch(path, { ...options, headers }).catch(lost);
     if (response.ok) return response;
     const body = await response.json().catch(() => ({}));

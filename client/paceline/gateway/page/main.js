@@ -6,8 +6,8 @@ import { Settings } from "./settings.js";
 
 const POLL = 5000; // milliseconds between looks at a model that is not loaded
 
-const gateway = new Gateway();
 const settings = new Settings(document.getElementById("settings"));
+const gateway = new Gateway(settings);
 const failed = (error) => {
   if (error.status === 401) settings.askForKey();
 };
@@ -16,7 +16,6 @@ const chat = new Chat(document.getElementById("chat"), { gateway, settings, fail
 /** Loads what the gateway serves, and says what is missing. */
 async function load() {
   const notice = document.getElementById("notice");
-  gateway.key = settings.key;
   let said = "";
   try {
     const model = settings.model = await gateway.model();
