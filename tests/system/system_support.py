@@ -1,4 +1,4 @@
-"""Tiny drafters, prompts, generations and reference outputs for tests with real processes."""
+"""Random drafters, prompts, generations and reference outputs for tests with real processes."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -8,20 +8,21 @@ from typing import Any
 import grpc
 import torch
 from calls import eventually
+from drafter.models import write_drafter
 from tiny_models import VOCABULARY
 from transformers import AutoModelForCausalLM
 
 from paceline.bench.services import kv_segments
 from paceline.client import Client, DraftOptions, GenerationResult
-from paceline.drafter.methods.checkpoint import TargetRef, save_drafter
-from paceline.drafter.methods.dspark import DSparkConfig
-from paceline.drafter.methods.eagle3 import Eagle3Config
-from paceline.drafter.methods.longspec import LongSpecConfig
-from paceline.drafter.methods.mtp import MtpConfig, save_mtp
-from paceline.train.modules import DSparkModel, Eagle3Model, LongSpecModel, MtpModel
 from paceline.v1 import verifier_pb2, verifier_pb2_grpc
 
 THREADS = {"OMP_NUM_THREADS": "1"}
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "longspec": {"window": 24},
+    "dspark": {"mask_token": 2, "window": 24, "markov_rank": 8},
+    "eagle3": {},
+    "mtp": {},
+}  # methods with weights, and fields of their tiny drafters
 # Drafts in every round, on any machine, for tests of drafting.
 EAGER = DraftOptions(timeout=60, adaptive=False)
 HOSTILE = (
@@ -33,46 +34,6 @@ HOSTILE = (
     "malformed",
     "failing",
 )  # drafting methods that must not matter, of tests/drafter/adversaries.py
-
-
-def write_layer(target: Path, folder: Path) -> Path:
-    """A LongSpec layer of random weights: its drafts are poor, its reads of the KV are real."""
-    torch.manual_seed(0)
-    config = LongSpecConfig.for_target(target, window=24)
-    weights = LongSpecModel(config).state_dict()
-    save_drafter(folder, config, weights, TargetRef.of(target), dtype=torch.float32)
-    return folder
-
-
-def write_block(target: Path, folder: Path, **fields: Any) -> Path:
-    """A DSpark drafter of random weights; `fields` of its configuration."""
-    torch.manual_seed(0)
-    config = DSparkConfig.for_target(
-        target, taps=(0, 1), block=4, mask_token=2, window=24, markov_rank=8, **fields
-    )
-    model = DSparkModel(config)
-    assert model.markov_head is not None
-    torch.nn.init.normal_(model.markov_head.markov_w2.weight)  # it begins with zeros
-    weights = model.state_dict()
-    save_drafter(folder, config, weights, TargetRef.of(target), dtype=torch.float32)
-    return folder
-
-
-def write_states(target: Path, folder: Path) -> Path:
-    torch.manual_seed(0)
-    config = Eagle3Config.for_target(target, taps=(0, 1))
-    weights = Eagle3Model(config).state_dict()
-    save_drafter(folder, config, weights, TargetRef.of(target), dtype=torch.float32)
-    return folder
-
-
-def write_head(target: Path, folder: Path) -> Path:
-    """A head for multi-token prediction of random weights."""
-    torch.manual_seed(0)
-    config = MtpConfig.for_target(target)
-    weights, norm = MtpModel(config).state_dict(), torch.ones(config.hidden)
-    save_mtp(folder, config, weights, TargetRef.of(target), norm, dtype=torch.float32)
-    return folder
 
 
 async def generate_all(
@@ -147,6 +108,14 @@ def reference(folder: Path, prompts: Sequence[list[int]], tokens: int) -> list[l
             )
             outputs.append(output[0, len(prompt) :].tolist())
     return outputs
+
+
+def write_drafters(target: Path, folder: Path) -> dict[str, Path]:
+    """Drafters of random weights: their drafts are poor, their reads of the KV are real."""
+    return {
+        method: write_drafter(method, folder / method, target, **fields)
+        for method, fields in DRAFTERS.items()
+    }
 
 
 def wait_joined(address: str, count: int = 1, name: str = "") -> list[verifier_pb2.JoinedService]:

@@ -4,16 +4,15 @@ memory returns."""
 import asyncio
 import random
 import socket
-import tempfile
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import ExitStack, suppress
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from calls import eventually
-from system_support import EAGER, THREADS, wait_joined
+from system_support import EAGER
 
 from paceline.client import Client
 from paceline.harness import ServiceProcess
@@ -30,23 +29,7 @@ PROMPT = [5, 9, 13, 5, 9, 13, 5, 9]
 TEXT: dict[str, Any] = {
     "max_new_tokens": 96, "ignore_eos": True, "temperature": 1.0, "seed": 7, "drafter": "ngram",
 }  # fmt: skip
-TARGET = Path(__file__).parents[2] / "models/demo/target"
 GROWTH = 1.2
-
-
-@pytest.fixture(scope="module")
-def services() -> Iterator[tuple[ServiceProcess, Path]]:
-    """A verifier that drafts with ngram, and its Unix socket for drafters."""
-    target = ["--target", str(TARGET), "--schedule", "off"]
-    with ExitStack() as running:
-        folder = Path(running.enter_context(tempfile.TemporaryDirectory(prefix="pl")))
-        path = folder / "draft.sock"
-        arguments = [*target, "--draft-socket", str(path), "--kv-bytes", str(64 << 20)]
-        verifier = running.enter_context(ServiceProcess("verifier", arguments, environment=THREADS))
-        joining = ["--load", "ngram=ngram", "--verifier", verifier.address]
-        running.enter_context(ServiceProcess("drafter", joining, environment=THREADS))
-        wait_joined(verifier.address)
-        yield verifier, path
 
 
 def listed(count: int, name: str, **fields: Any) -> exchange_pb2.DrafterList:
@@ -181,8 +164,8 @@ ATTACKS: tuple[Attack, ...] = (
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
-async def test_a_text_goes_on(attack: Attack, services: tuple[ServiceProcess, Path]) -> None:
-    verifier, path = services
+async def test_a_text_goes_on(attack: Attack, demo: tuple[ServiceProcess, Path]) -> None:
+    verifier, path = demo
     async with (
         Client(verifier.address, drafting=EAGER, cache_dir=None) as client,
         grpc.aio.insecure_channel(verifier.address) as channel,

@@ -1,6 +1,5 @@
 """The examples of docs/examples: each call, on real services, and one round in one screen."""
 
-import asyncio
 import random
 import re
 import runpy
@@ -11,7 +10,7 @@ from programs import run_python
 
 from paceline.convert import load_decoder
 from paceline.drafter import Budget, Update
-from paceline.harness import local_services
+from paceline.harness import ServiceProcess
 from paceline.kernels import SamplingRules
 from paceline.tree import TokenTree
 
@@ -20,9 +19,8 @@ EXAMPLES = ROOT / "docs" / "examples"
 TARGET = ROOT / "models" / "demo" / "target"
 
 
-async def test_the_example_of_each_call_runs() -> None:
-    with local_services(["--target", str(TARGET)], ["--load=ngram"]) as (verifier, _):
-        done = await asyncio.to_thread(run_python, EXAMPLES / "calls.py", verifier.address)
+def test_the_example_of_each_call_runs(demo: tuple[ServiceProcess, Path]) -> None:
+    done = run_python(EXAMPLES / "calls.py", demo[0].address)
     assert done.returncode == 0, done.stderr
     assert "top_k must be an integer >= 0 (0 keeps all tokens), not -1" in done.stdout
     assert "('local', 'ngram')" in done.stdout

@@ -8,7 +8,6 @@ import pytest
 from system_support import (
     EAGER,
     HOSTILE,
-    THREADS,
     generate_all,
     ids_of,
     make_prompts,
@@ -59,11 +58,15 @@ async def test_greedy_equals_transformers(
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def verifier(
-    request: pytest.FixtureRequest, models: dict[str, Path], sockets: Path, drafter: ServiceProcess
+    request: pytest.FixtureRequest,
+    models: dict[str, Path],
+    sockets: Path,
+    environment: dict[str, str],
+    drafter: ServiceProcess,
 ) -> Iterator[ServiceProcess]:
     arguments = ["--target", str(models["qwen3"]), "--weights", request.param]
     address = f"unix:{sockets}/scheduling"
-    with ServiceProcess("verifier", arguments, address=address, environment=THREADS) as served:
+    with ServiceProcess("verifier", arguments, address=address, environment=environment) as served:
         wait_joined(address)
         yield served
 

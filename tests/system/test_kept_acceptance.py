@@ -11,7 +11,7 @@ from time import sleep
 from typing import Any
 
 import pytest
-from system_support import EAGER, THREADS, wait_joined, write_block, write_layer, write_states
+from system_support import EAGER, THREADS, wait_joined, write_drafters
 
 from paceline.cli.main import main
 from paceline.client import Client, GenerationResult, VerifiedTree
@@ -23,9 +23,9 @@ PROMPT = [5, 9, 2, 77, 31, 8, 40, 3] * 20
 BIAS = {3: 6.0, 7: 6.0, 11: 6.0, 40: 6.0}
 METHODS = {
     "lm": "lm:{small}",
-    "longspec": "longspec:{layer},target={target},context=20",
-    "dspark": "dspark:{block},target={target}",
-    "eagle3": "eagle3:{states},target={target}",
+    "longspec": "longspec:{longspec},target={target},context=20",
+    "dspark": "dspark:{dspark},target={target}",
+    "eagle3": "eagle3:{eagle3},target={target}",
     "ngram": "ngram",
 }
 # Drafters that learn how often their guesses in a text are right: after a loss they learn anew, so
@@ -64,9 +64,7 @@ def services(models: dict[str, Path], sockets: Path, tmp_path: Path) -> Iterator
     folders = {
         "target": target,
         "small": models["small"],
-        "layer": write_layer(target, tmp_path / "layer"),
-        "block": write_block(target, tmp_path / "block"),
-        "states": write_states(target, tmp_path / "states"),
+        **write_drafters(target, tmp_path),
     }
     arguments = ["--target", str(target), "--weights", "float32", "--schedule", "off"]
     arguments += ["--sources", "none"]  # trees of the drafters alone

@@ -1,4 +1,5 @@
-"""Every drafting method, from its own process: it reads the verifier's KV and changes no token."""
+"""Every drafting method, from its own process: it reads the verifier's KV and changes no token. So
+do heads in the target's own files, and a selection policy of another package."""
 
 import asyncio
 from collections.abc import Callable, Collection, Iterator
@@ -7,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from drafter.models import VOCAB
 from system_support import (
     EAGER,
     THREADS,
@@ -15,27 +17,24 @@ from system_support import (
     make_prompts,
     reference,
     wait_joined,
-    write_block,
-    write_head,
-    write_layer,
-    write_states,
+    write_drafters,
 )
 from tiny_models import FAMILIES
 
 from paceline.client import Client
-from paceline.harness import ServiceProcess
+from paceline.harness import ServiceProcess, local_services
 
 Verifiers = Callable[[str], ServiceProcess]
 Methods = Callable[[str], None]
 TOKENS = 24
 METHODS = {
-    "longspec": "longspec:{layer},target={target},context=20",
-    "longspec-followed": "longspec:{layer},target={target},kv=follow,context=40",
-    "dspark-tree": "dspark:{block},target={target}",
-    "dspark-chain": "dspark:{block},target={target},widths=1",
-    "dspark-followed": "dspark:{block},target={target},states=follow",
-    "eagle3": "eagle3:{states},target={target}",
-    "mtp": "mtp:{head},target={target}",
+    "longspec": "longspec:{longspec},target={target},context=20",
+    "longspec-followed": "longspec:{longspec},target={target},kv=follow,context=40",
+    "dspark-tree": "dspark:{dspark},target={target}",
+    "dspark-chain": "dspark:{dspark},target={target},widths=1",
+    "dspark-followed": "dspark:{dspark},target={target},states=follow",
+    "eagle3": "eagle3:{eagle3},target={target}",
+    "mtp": "mtp:{mtp},target={target}",
     "selfspec-mapped": "selfspec:{target},context=48,kv=map",
     "selfspec-chosen": "selfspec:{target},context=48,kv=map,kv_policy=verified",
     "selfspec-pages": "selfspec:{target},context=48,kv=map,kv_policy=verified_pages,widths=2,1",
@@ -77,14 +76,9 @@ def methods(
 
         @cache
         def serve(family: str) -> None:
-            target, folder = models[family], tmp_path_factory.mktemp(family)
-            paths = {
-                "target": target,
-                "layer": write_layer(target, folder / "layer"),
-                "block": write_block(target, folder / "block"),
-                "states": write_states(target, folder / "states"),
-                "head": write_head(target, folder / "head"),
-            }
+            target = models[family]
+            drafters = write_drafters(target, tmp_path_factory.mktemp(family))
+            paths = {"target": target, **drafters}
             loads = [f"{family}-{n}={METHODS[n].format(**paths)}" for n in methods_of(family)]
             given = [f"--load={each}" for each in loads]
             given.append(f"--verifier=unix:{sockets}/{family}")
@@ -162,3 +156,63 @@ async def test_rejection_sampling_with_every_method(
                 rounds = [e for r in results for e in r.stats.rounds if e.drafted]
                 accepted = sum(entry.accepted for entry in rounds)
                 assert accepted > 0.8 * sum(entry.drafted for entry in rounds)
+
+
+async def test_tokens_with_the_target_s_own_heads(
+    verifiers: Verifiers, drafter: ServiceProcess
+) -> None:
+    """Of a target with recurrent states."""
+    prompts = [[token % VOCAB for token in prompt] for prompt in make_prompts(6, seed=4)]
+    served = await asyncio.to_thread(verifiers, "heads")
+    await asyncio.to_thread(wait_joined, served.address, name="heads")
+    async with Client(served.address, drafting=EAGER) as client:
+        for options in ({}, {"temperature": 0.7, "top_p": 0.9}):
+            plain, drafted = [
+                await generate_all(client, prompts, name, TOKENS, ignore_eos=True, **options)
+                for name in ("none", "heads")
+            ]
+            assert ids_of(drafted) == ids_of(plain)
+            assert all(r.stats.drafted and not r.stats.fallbacks for r in drafted)
+
+
+async def test_a_policy_of_another_package(
+    models: dict[str, Path], policy: Path, verifiers: Verifiers, drafter: ServiceProcess
+) -> None:
+    """The drafter finds it by its entry point, and the verifier runs it, mapped and followed."""
+    prompts = [prompt * 3 for prompt in make_prompts(2, seed=2)]
+    expected = reference(models["llama"], prompts, TOKENS)
+    served = await asyncio.to_thread(verifiers, "llama")
+    await asyncio.to_thread(wait_joined, served.address, name="newest-map")
+    async with Client(served.address, drafting=EAGER) as client:
+        for name in ("newest-map", "newest-follow"):
+            (policy / "pid").unlink(missing_ok=True)
+            drafted = False
+            async with asyncio.timeout(300):
+                while not drafted:  # a text may end before its drafter has opened it
+                    results = await generate_all(client, prompts, name, TOKENS, ignore_eos=True)
+                    assert ids_of(results) == expected
+                    drafted = all(result.stats.drafted for result in results)
+            assert (policy / "pid").read_text() == str(served.pid)
+
+
+async def test_a_copy_of_a_target_with_windows_drafts_what_it_says(models: dict[str, Path]) -> None:
+    """Under a budget of a window, whatever the policy and wherever the KV lies."""
+    target = models["mistral"]
+    loads = [
+        f"--load={kv}-{policy}=selfspec:{target},weights=float32,context=48,depth=4,"
+        f"min_survival=0,kv={kv},kv_policy={policy}"
+        for kv in ("map", "follow")
+        for policy in ("streaming", "verified", "chunk_topk")
+    ]
+    served = [f"--target={target}", "--weights=float32", "--schedule=off", "--sources=none"]
+    prompts = [prompt * 3 for prompt in make_prompts(2, seed=3)]
+    expected = reference(target, prompts, TOKENS)
+    with local_services(served, loads, THREADS) as (verifier, _):
+        async with Client(verifier.address, drafting=EAGER) as client:
+            for load in loads:
+                name = load.removeprefix("--load=").partition("=")[0]
+                results = await generate_all(client, prompts, name, TOKENS, ignore_eos=True)
+                assert ids_of(results) == expected
+                for stats in (result.stats for result in results):
+                    assert stats.drafted_rounds, f"{name} drafted nothing"
+                    assert stats.accepted == stats.drafted, name
