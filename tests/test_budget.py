@@ -15,10 +15,10 @@ BUDGET = {
     "services/common": 18_310,
     "services/verifier": 10_207,
     "services/drafter": 9_984,
-    "client": 17_637,
+    "client": 17_641,
     "train": 6_043,
     "bench": 6_679,
-    "tests": 49_241,
+    "tests": 49_196,
 }  # maximum number of lines
 SLACK = 0.01  # a folder that is smaller than its budget by a larger share lowers it
 _PRODUCT = ("kernels", "services", "client")
