@@ -15,10 +15,10 @@ BUDGET = {
     "services/common": 18_310,
     "services/verifier": 10_207,
     "services/drafter": 9_984,
-    "client": 17_641,
+    "client": 17_644,
     "train": 6_043,
     "bench": 6_679,
-    "tests": 49_196,
+    "tests": 49_207,
 }  # maximum number of lines
 SLACK = 0.01  # a folder that is smaller than its budget by a larger share lowers it
 _PRODUCT = ("kernels", "services", "client")

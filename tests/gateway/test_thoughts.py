@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.gateway.channels import CHANNEL_MARKS, parser_of
-from paceline.gateway.requests import ToolUse
+from paceline.gateway.requests import ChatRequest, ToolUse
 from paceline.gateway.tool_calls import THOUGHTS, Part
 
 from .conftest import Serve
@@ -72,6 +72,17 @@ async def test_a_thought_is_apart_from_the_answer(
 
         await served.post("/v1/chat/completions", messages=[*ASK, message, *ASK])
         assert "xHm. {}No.\nx" in bytes(served.transport.requests[-1].prompt_tokens).decode()
+
+
+def test_an_effort_of_none_switches_thoughts_off() -> None:
+    """Unless the caller sets the template's switch."""
+    off = ChatRequest(messages=ASK, reasoning_effort="none")
+    assert off.variables() == {"reasoning_effort": "none", "enable_thinking": False}
+    on = ChatRequest(
+        messages=ASK, reasoning_effort="none", chat_template_kwargs={"enable_thinking": True}
+    )
+    assert on.variables()["enable_thinking"]
+    assert "enable_thinking" not in ChatRequest(messages=ASK, reasoning_effort="low").variables()
 
 
 @pytest.mark.parametrize("use", [NONE, USE, NAMED], ids=["none", "auto", "named"])

@@ -560,9 +560,12 @@ class ChatRequest(GenerationRequest, CallingRequest):
     """End the prompt with the text of the last message, which the answer continues."""
 
     def variables(self) -> dict[str, Any]:
-        if self.reasoning_effort is None:
+        effort = self.reasoning_effort
+        if effort is None:
             return self.chat_template_kwargs
-        return {"reasoning_effort": self.reasoning_effort, **self.chat_template_kwargs}
+        # Templates of Qwen and others know no effort, and a switch instead.
+        switch = {"enable_thinking": False} if effort == "none" else {}
+        return {"reasoning_effort": effort, **switch, **self.chat_template_kwargs}
 
     def tool_use(self) -> ToolUse:
         """Its tools and how they may be called. Raises ApiError if a tool that must be called does
