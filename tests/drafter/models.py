@@ -57,6 +57,8 @@ _SHAPE: dict[str, Any] = {
     "intermediate_size": 64,
     "head_dim": 16,  # the compiled kernels take multiples of 16
     "initializer_range": 0.3,  # so that choices differ clearly
+    "bos_token_id": 1,
+    "eos_token_id": 2,
 }
 
 GREEDY = Sampling()

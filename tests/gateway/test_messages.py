@@ -339,7 +339,7 @@ async def test_names_of_hosted_models(serve: Serve, path: str) -> None:
                 if not (strict or "count" in path):
                     assert answer["model"] == "mock"
                     assert headers["x-paceline-warning"] == f"mock answers for {name}"
-            for name in ("gpt-oss-20b", "qwen2.5-coder", "mock-2", "claudette", ""):
+            for name in ("gpt-oss-20b", "qwen2.5-coder", "mock-2", "claudette"):
                 status, _, _ = await served.post(f"/v1/{path}", **PATHS[path], model=name)
                 assert status == 404
 

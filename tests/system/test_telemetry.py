@@ -410,7 +410,6 @@ def test_mapping_the_kv_is_a_span_of_the_drafter(observed: Observed) -> None:
     tree = Tree(collector.spans)
     (opened,) = tree.named("specdec.drafter.open")
     assert opened.attributes["specdec.kv.transport"] == "map"
-    assert opened.attributes["specdec.kv.bytes"] > 0
 
 
 @pytest.mark.slow

@@ -101,9 +101,10 @@ async def test_followers_and_creators_that_take_nothing_lose_their_streams(
             follow = kv_pb2_grpc.KvExchangeServiceStub(channel).FollowCache()
             subscribe = kv_pb2.FollowSubscribe(read_grant=created.read_grant, budget=1500)
             await follow.write(kv_pb2.FollowCacheRequest(subscribe=subscribe))
-            counts = client.service._follow_counts
-            await until(lambda: counts.streams == 1 and len(client.service.store) == 2)
-            await until(lambda: counts.streams == 0 and len(client.service.store) == 1)
+            store = client.service.store
+            [cache] = store
+            await until(lambda: len(cache.sequence.listeners) == 1 and len(store) == 2)
+            await until(lambda: not cache.sequence.listeners and len(store) == 1)
             for call in (create, follow):
                 assert reason_of(await failure(call)) == "NOT_READ"
             await client.release(created.handle)

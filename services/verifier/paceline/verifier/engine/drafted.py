@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from paceline.verifier.grammar import Guide
 
 NONE = "none"  # the drafter of a generation that wants none
+DRAFTER = "drafter"  # what the drafter service is called among the sources of a tree
 # Maximum confidence that is used. Calibration raises survivals to a power, which keeps 1 at 1.
 _MAX_CONFIDENCE = 0.98
 
@@ -55,7 +56,6 @@ class DrafterVersion(NamedTuple):
 
 # What drafts where the verifier's own sources do, without a drafter service.
 LOCAL = DrafterVersion("local", "1", "local")
-DRAFTER = "drafter"  # what the drafter service is called among the sources of a tree
 
 
 @dataclass(frozen=True, slots=True)
