@@ -157,10 +157,11 @@ async def steps_can_be_picked(page: playwright.Page) -> None:
     token = page.locator(".turn .answer .drafter").first
     await token.hover()
     await expect(shown).not_to_contain_text(", 0 accepted")
-    assert await token.get_attribute("title") == await shown.text_content()
-    found = re.search(r"(\d+) drafted, (\d+) accepted", await token.get_attribute("title"))
+    title = await token.get_attribute("title")
+    await expect(shown).to_have_text(title)
+    found = re.search(r"(\d+) drafted, (\d+) accepted", title)
     assert found is not None
-    assert await page.locator("#chat .tree .accepted").count() == int(found[2])
+    await expect(page.locator("#chat .tree .accepted")).to_have_count(int(found[2]))
     # The tree is there in words too.
     paths = await page.get_by_role("list", name="Paths of the tree").locator("li").all_inner_texts()
     assert paths[0].startswith("accepted ")
