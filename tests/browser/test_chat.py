@@ -161,7 +161,8 @@ async def steps_can_be_picked(page: playwright.Page) -> None:
     await expect(shown).to_have_text(title)
     found = re.search(r"(\d+) drafted, (\d+) accepted", title)
     assert found is not None
-    await expect(page.locator("#chat .tree .accepted")).to_have_count(int(found[2]))
+    drawn = min(int(found[2]), 20)  # columns of the drawing
+    await expect(page.locator("#chat .tree .accepted")).to_have_count(drawn)
     # The tree is there in words too.
     paths = await page.get_by_role("list", name="Paths of the tree").locator("li").all_inner_texts()
     assert paths[0].startswith("accepted ")
