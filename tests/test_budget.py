@@ -18,7 +18,7 @@ BUDGET = {
     "client": 17_644,
     "train": 6_043,
     "bench": 6_679,
-    "tests": 49_207,
+    "tests": 49_211,
 }  # maximum number of lines
 SLACK = 0.01  # a folder that is smaller than its budget by a larger share lowers it
 _PRODUCT = ("kernels", "services", "client")
