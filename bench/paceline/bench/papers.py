@@ -166,7 +166,8 @@ async def _serve(
                 mine["verify ms"][x].append((part.verify_ms, part.steps))
                 if arm != NONE:
                     mine["draft ms"][x].append((part.draft_ms, part.steps))
-                    mine[LENGTH][x].append((tokens, part.steps))
+                    drafted = tokens - part.free_run_tokens
+                    mine[LENGTH][x].append((drafted, part.drafted_rounds))
     return found
 
 
@@ -205,10 +206,8 @@ async def _serve_users(bench: Bench, specs: Mapping[str, str], users: int) -> Sa
                 mine["tokens/s"][users].append((sum(e.tokens - 1 for e in answers), seconds))
                 rates = [(e.tokens - 1) / max(e.ended - e.first, 1e-9) for e in answers]
                 mine["tokens/s a user"][users].append((sum(rates), users))
-                checked, steps = (
-                    sum(getattr(each.stats, name) for each in answers)
-                    for name in ("checked", "steps")
-                )
+                checked = sum(each.stats.checked for each in answers)
+                steps = sum(each.stats.steps for each in answers)
                 mine["nodes a request and step"][users].append((checked, max(1, steps)))
     return found
 

@@ -96,7 +96,7 @@ class SelfSpecSequence(DecoderSequence):
                 for plane, copied in zip(self._cache.layer(layer), part, strict=True):
                     plane[:, begin:stop] = copied
                 begin = stop
-            if self._drafter.shape.windows[layer] is None:
+            if self._drafter.shape.kv_windows[layer] is None:
                 continue
             if (order := self.kv.order(needs.kv_layers[layer])) is not None:
                 for plane in self._cache.layer(layer):

@@ -339,6 +339,8 @@ def _layers(requested: Iterable[int], count: int) -> list[int]:
 
 
 def _policy(name: str, kv: SequenceKv, layers: Sequence[int]) -> SelectionPolicy:
+    if not layers:
+        return Streaming(kv, layers)
     try:
         factory = load_policy(name)
     except ValueError as error:
