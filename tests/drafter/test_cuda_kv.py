@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 import torch
+from open_files import memory_files
 from stub_driver import NO_FILES, NO_HANDLES, StubDevice, StubDriver
 
 from paceline.cuda.memory import DriverError, close_unused
@@ -181,12 +181,12 @@ def test_an_invalid_page_table_is_refused(pool: Pool) -> None:
 )
 def test_no_layout_leads_out_of_file_or_pool(pool: Pool, fields: dict[str, Any]) -> None:
     change_layout(pool.kv, **fields)
-    before = len(os.listdir("/proc/self/fd"))
+    before = memory_files()
     with pytest.raises(KvNotShared):  # noqa: PT012 - each field is of one of both
         pool.open(0, 1, 2).close()
         pool.open_states(0, 2, window=16)
     close_unused()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert memory_files() == before
 
 
 class OneCache:

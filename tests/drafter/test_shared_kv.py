@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from open_files import memory_files, open_files
 
 from paceline.drafter.kv import KvGone, KvNotShared
 from paceline.drafter.kv.mapped import CacheFile, SharedKv, SharedStates
@@ -91,7 +92,7 @@ def test_a_release_is_detected(segment: Segment, kv: SharedKv) -> None:
 
 
 def test_closing_frees_the_memory(segment: Segment) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = memory_files()
     kv = open_kv(segment, 0)
     keys, values = kv.layer(0)
     assert len(mapped(segment)) == 2
@@ -105,7 +106,7 @@ def test_closing_frees_the_memory(segment: Segment) -> None:
     assert torch.equal(keys, segment.layer(0)[0]), "a view that was left keeps the memory"
     del keys, values
     assert len(mapped(segment)) == 1
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert memory_files() == before
 
 
 STATES = {"layers": [1], "hidden_size": 2, "slots": 512, "offset": HEADER_BYTES, "dtype": 1}
@@ -143,11 +144,11 @@ def test_no_layout_leads_out_of_the_file(
         SharedStates(CacheFile(*passed(segment)), [1], 16).close()
 
     open_both()
-    before = len(os.listdir("/proc/self/fd"))
+    before = memory_files()
     change_layout(segment, **fields)
     with pytest.raises(KvNotShared, match=message):
         open_both()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert memory_files() == before
 
 
 @pytest.mark.parametrize(
@@ -168,7 +169,7 @@ def test_a_closed_cache_is_refused(segment: Segment) -> None:
 
 def test_only_a_sealed_segment_is_mapped(tmp_path: Path) -> None:
     """A verifier cannot make a drafter map what it could shorten; and no descriptor stays."""
-    before = len(os.listdir("/proc/self/fd"))
+    before = memory_files()
     plain = os.memfd_create("plain", os.MFD_ALLOW_SEALING)
     os.ftruncate(plain, 2 * HEADER_BYTES)
     short = os.memfd_create("short", os.MFD_ALLOW_SEALING)
@@ -177,7 +178,8 @@ def test_only_a_sealed_segment_is_mapped(tmp_path: Path) -> None:
     for each, message in ((plain, "not sealed"), (short, "has 0 bytes"), (file, "cannot map")):
         with pytest.raises(KvNotShared, match=message):
             CacheFile(each)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert memory_files() == before
+    assert open_files(str(tmp_path)) == 0
 
 
 def test_nobody_but_the_owner_can_write(segment: Segment) -> None:

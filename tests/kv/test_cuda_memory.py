@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from open_files import open_files
 from stub_driver import NO_FILES, NO_HANDLES, StubDriver
 
 from paceline.cuda import memory as cuda
@@ -22,22 +23,19 @@ from paceline.cuda.memory import (
 )
 
 SIZE = 100_000
+FILES = "/memfd:gpu"  # the name that the stub gives
 
 
 @pytest.fixture(params=["", NO_FILES], ids=["file", "ipc"])
 def driver(request: pytest.FixtureRequest) -> Iterator[StubDriver]:
     """Of GPUs that pass descriptors, or handles of CUDA IPC; nothing may be left of its memory."""
-    before = files()
+    before = open_files(FILES)
     made = StubDriver(request.param)
     yield made
     close_unused()
     assert made.live() == {}
     assert not cuda._OPENED
-    assert files() <= before  # fewer: what others left is collected at any time
-
-
-def files() -> int:
-    return len(os.listdir("/proc/self/fd"))
+    assert open_files(FILES) == before
 
 
 def map_of(driver: StubDriver, owned: ExportedMemory, **change: Any) -> MappedMemory:
@@ -118,13 +116,13 @@ def test_an_error_of_any_call_leaves_nothing_behind(driver: StubDriver) -> None:
     failed, kept = 0, 0
     for number in range(count):
         failing.value = calls.value + number
-        live, opened = driver.live(), files()
+        live, opened = driver.live(), open_files(FILES)
         try:
             use()
         except (DriverError, NotMappable):
             failed += 1
             assert driver.live() == live, number
-            assert files() == opened, number
+            assert open_files(FILES) == opened, number
         kept += driver.live() != live
         failing.value = -1
         assert not cuda._OPENED

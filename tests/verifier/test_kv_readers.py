@@ -13,6 +13,7 @@ import pytest
 import torch
 from calls import until
 from kv_support import caught_up, following, following_states, mapping, mapping_states, rounds
+from open_files import memory_files
 from verifier_support import LAYOUT, PROMPT, Client, Serve
 
 from paceline.convert import load_decoder
@@ -264,12 +265,12 @@ async def test_refusals(client: Client) -> None:
     assert file is not None
     assert epoch(file) == other.epoch
     await client.release(other.handle)
-    before = len(os.listdir("/proc/self/fd"))
+    before = memory_files()
     for grant in (created.handle, other.read_grant, bytes(16)):
         assert await map_cache(client, grant) is None
     for _ in range(8):
         assert await map_cache(client, created.read_grant) is not None
-    await until(lambda: len(os.listdir("/proc/self/fd")) == before)
+    await until(lambda: memory_files() == before)
 
 
 def test_memory_comes_when_reserved(segment: Segment) -> None:
