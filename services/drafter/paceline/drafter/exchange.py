@@ -237,7 +237,7 @@ class Exchange:
         self._parts.registry.on_change = self._announce
         with suppress(TimeoutError):
             async with asyncio.timeout(REACH_SECONDS):
-                await asyncio.gather(*(each.tried.wait() for each in self._verifiers))
+                await asyncio.gather(*(verifier.tried.wait() for verifier in self._verifiers))
 
     async def listed(self) -> None:
         """Return when the joined verifiers list the drafters as they are now.
@@ -246,7 +246,7 @@ class Exchange:
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(REACH_SECONDS):
-                await asyncio.gather(*(each.listed() for each in self._verifiers))
+                await asyncio.gather(*(verifier.listed() for verifier in self._verifiers))
 
     async def drain(self) -> None:
         """Open no more sequences, and return when the verifiers have closed all there are."""

@@ -54,8 +54,8 @@ _gauge(
 _gauge(
     "specdec_drafter_state", "1 for the state of the version, as `paceline drafters list` shows it",
     lambda it: {
-        (*labels, state): state == found
-        for labels, found in it.by_version(_state).items()
+        (*labels, state): state == current
+        for labels, current in it.by_version(_state).items()
         for state in _STATES
     },
     *_VERSION, "state",

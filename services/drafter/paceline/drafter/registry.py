@@ -250,7 +250,7 @@ class Registry:
                 " load one again and activate it",
             )
         total = sum(shares.values())
-        self._promote(name, {each: share / total for each, share in shares.items()})
+        self._promote(name, {version: share / total for version, share in shares.items()})
         return self._active(name)
 
     def unload(self, name: str, version: str = "", *, force: bool = False) -> bool:
@@ -261,14 +261,14 @@ class Registry:
         leaving = [self._find(name, version)] if version else list(self._of(name))
         if not leaving:
             raise self._not_found(name)
-        for each in leaving:
-            each.draining, each.share = True, 0.0
+        for loaded in leaving:
+            loaded.draining, loaded.share = True, 0.0
         self._normalize_shares(name)
-        waiting = [each for each in leaving if each.streams]
-        for each in leaving:
-            self._remove_if_unused(each)
+        waiting = [loaded for loaded in leaving if loaded.streams]
+        for loaded in leaving:
+            self._remove_if_unused(loaded)
         if force:
-            for end in [end for each in waiting for end in each.streams]:
+            for end in [end for loaded in waiting for end in loaded.streams]:
                 end()
         self.on_change()
         return not waiting
@@ -308,8 +308,8 @@ class Registry:
         active = self._active(name)
         if not active:
             raise _draining(f"drafter {name!r}")
-        for each in active:
-            each.credit += each.share
+        for candidate in active:
+            candidate.credit += candidate.share
         chosen = max(active, key=lambda v: v.credit)
         chosen.credit -= 1.0
         return chosen
@@ -329,8 +329,8 @@ class Registry:
 
     def close(self) -> None:
         """Free every drafter. No stream may be attached."""
-        for each in self.versions():
-            self._dispose(each.drafter)
+        for version in self.versions():
+            self._dispose(version.drafter)
         self._versions.clear()
 
     async def _load(self, spec: DrafterSpec) -> Version:
@@ -380,13 +380,13 @@ class Registry:
 
         Those that :meth:`rollback` would restore come last.
         """
-        for each in sorted(self.versions(), key=lambda version: version.previous_share > 0):
-            if each.replaced and not (each.share or each.streams or each.draining):
+        for version in sorted(self.versions(), key=lambda version: version.previous_share > 0):
+            if version.replaced and not (version.share or version.streams or version.draining):
                 logger.warning(
                     "a replaced version is unloaded to make room for another",
-                    extra={"drafter": each.spec.name, "version": each.version},
+                    extra={"drafter": version.spec.name, "version": version.version},
                 )
-                self.unload(each.spec.name, each.version)
+                self.unload(version.spec.name, version.version)
                 await self._disposed()
                 return True
         return False
@@ -401,14 +401,14 @@ class Registry:
 
     def replacement(self, version: Version) -> Version | None:
         """The other active version of its name with the largest share. Any thread."""
-        others = [each for each in self._active(version.spec.name) if each is not version]
+        others = [other for other in self._active(version.spec.name) if other is not version]
         return max(others, key=lambda v: v.share, default=None)
 
     def _find(self, name: str, version: str) -> Version:
         """A version by name and version. Raises ``ServiceError``: DRAFTER_NOT_FOUND."""
-        for each in self._of(name):
-            if each.version == version:
-                return each
+        for loaded in self._of(name):
+            if loaded.version == version:
+                return loaded
         raise self._not_found(name, version)
 
     def _remove_if_unused(self, version: Version) -> None:
@@ -422,23 +422,23 @@ class Registry:
 
     def _promote(self, name: str, shares: dict[Version, float]) -> None:
         """Change the shares of a name, and remember those from before."""
-        before = {each: each.share for each in self._of(name)}
+        before = {version: version.share for version in self._of(name)}
         self._set_shares(name, shares)
-        if before != {each: each.share for each in self._of(name)}:
-            for each, share in before.items():
-                each.previous_share = share
-                each.replaced |= share > 0
-        for each in self._active(name):
-            each.recent.clear()
+        if before != {version: version.share for version in self._of(name)}:
+            for version, share in before.items():
+                version.previous_share = share
+                version.replaced |= share > 0
+        for version in self._active(name):
+            version.recent.clear()
         self.on_change()
 
     def _set_shares(self, name: str, shares: dict[Version, float]) -> None:
         """Set the shares of some versions of a name, and those of all others to 0."""
-        for each in self._of(name):
-            each.share = shares.get(each, 0.0)
-            each.credit = 0.0
-            if each.share:
-                each.failing = ""
+        for version in self._of(name):
+            version.share = shares.get(version, 0.0)
+            version.credit = 0.0
+            if version.share:
+                version.failing = ""
 
     def _normalize_shares(self, name: str) -> None:
         """Scale the shares of a name to a sum of 1; if all are 0, the newest version gets 1."""
@@ -459,7 +459,7 @@ class Registry:
     def _not_found(self, name: str, version: str = "") -> ServiceError:
         """The error for a name or version that is not loaded."""
         loaded = ", ".join(
-            f"{each.spec.name} {each.version}" for of in self._versions.values() for each in of
+            f"{v.spec.name} {v.version}" for versions in self._versions.values() for v in versions
         )
         missing = f"{name[:80]!r}" + (f" version {version[:80]!r}" if version else "")
         return ServiceError.not_found(

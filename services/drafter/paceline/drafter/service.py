@@ -89,10 +89,10 @@ class DrafterRegistryServicer(drafter_pb2_grpc.DrafterRegistryServiceServicer):
         self, request: drafter_pb2.RollbackDrafterRequest, context: Context
     ) -> drafter_pb2.RollbackDrafterResponse:
         """Restore the shares from before the last activation."""
-        versions = self._registry.rollback(request.name)
-        names = [each.version for each in versions]
+        active = self._registry.rollback(request.name)
+        names = [version.version for version in active]
         await self._changed("rolled back", drafter=request.name, versions=names)
-        return drafter_pb2.RollbackDrafterResponse(drafters=[each.info() for each in versions])
+        return drafter_pb2.RollbackDrafterResponse(drafters=[version.info() for version in active])
 
     async def UnloadDrafter(
         self, request: drafter_pb2.UnloadDrafterRequest, context: Context
@@ -130,8 +130,8 @@ class DrafterService:
         """The drafters, their device and the verifiers to join, for the log."""
         return {
             "drafters": [
-                f"{each.spec.name}@{each.version} ({each.spec.method})"
-                for each in self._parts.registry.versions()
+                f"{version.spec.name}@{version.version} ({version.spec.method})"
+                for version in self._parts.registry.versions()
             ],
             "device": str(self._device),
             "verifiers": [link.address for link in self.exchange.links()],
@@ -221,7 +221,7 @@ def _registry(
     """Make the registry, without drafters. It closes them on the worker's thread, and loads from
     below ``roots``, or the folders of ``load`` and their parents."""
     folders = [folder for spec in load for folder in spec.folders]
-    allowed = [*roots, *folders] if roots else [f for each in folders for f in (each, each.parent)]
+    allowed = [*roots, *folders] if roots else [f for path in folders for f in (path, path.parent)]
 
     def dispose(drafter: Drafter) -> None:
         worker.post(drafter.close)

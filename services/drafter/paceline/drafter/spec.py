@@ -89,20 +89,20 @@ class Roots:
         """The folder with all links resolved. Raises ``LoadError`` if it is not below a root, or
         does not exist."""
         try:
-            found = folder.resolve()
+            resolved = folder.resolve()
         except (OSError, ValueError, RuntimeError) as error:  # a zero byte, a cycle of links
             raise LoadError(
                 "FOLDER_MISSING", f"{str(folder)[:80]!r} is not a valid path: {error}"
             ) from error
-        if not any(found.is_relative_to(root) for root in self._roots):
+        if not any(resolved.is_relative_to(root) for root in self._roots):
             listed = ", ".join(map(str, self._roots)) or "none: this service was given no folder"
             raise LoadError(
                 "FOLDER_NOT_ALLOWED",
                 f"{str(folder)[:200]} is not below a folder that drafters may be loaded from "
                 f"({listed}); move it there or start the service with --root DIR",
             )
-        if not os.path.exists(found):  # unlike Path.exists, False if the name is too long
+        if not os.path.exists(resolved):  # unlike Path.exists, False if the name is too long
             raise LoadError(
                 "FOLDER_MISSING", f"there is no {str(folder)[:200]} on the drafter's machine"
             )
-        return found
+        return resolved

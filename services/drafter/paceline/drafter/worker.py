@@ -317,10 +317,10 @@ class DraftWorker:
     def _draft_ahead(self) -> None:
         """Draft one level ahead for all sessions of one drafter."""
         drafter = next(iter(self._ahead)).drafter
-        sessions = {each.sequence: each for each in self._ahead if each.drafter is drafter}
+        ahead = {session.sequence: session for session in self._ahead if session.drafter is drafter}
         going: list[object] = []
-        self._run_logged(lambda: going.extend(drafter.draft_ahead(list(sessions))))
-        for sequence, session in sessions.items():
+        self._run_logged(lambda: going.extend(drafter.draft_ahead(list(ahead))))
+        for sequence, session in ahead.items():
             if sequence not in going:
                 del self._ahead[session]
 

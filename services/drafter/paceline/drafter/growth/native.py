@@ -48,5 +48,5 @@ class NativeGrowth(Growth):
 
 
 def _tree(text: DraftText) -> TokenTree:
-    columns = (each[: text.drafted] for each in (text.token, text.parent, text.chance))
+    columns = (column[: text.drafted] for column in (text.token, text.parent, text.chance))
     return TokenTree(*map(tuple, columns))

@@ -69,11 +69,11 @@ class TextScores:
         return ()
 
     def rows(self, layer: int) -> Sequence[int]:
-        return [row for each in self._observed for row in each.rows]
+        return [row for observed in self._observed for row in observed.rows]
 
     def attended(self, layer: int, q: Tensor) -> None:
-        parts = q.split([len(each.rows) for each in self._observed])
-        for each, rows in zip(self._observed, parts, strict=True):
-            keys, _ = each.cache.layer(layer)
-            weights = attention_weights(rows, span(keys, 0, len(each.positions)))
-            each.scores.add(each.positions, weights.cpu())
+        parts = q.split([len(observed.rows) for observed in self._observed])
+        for observed, rows in zip(self._observed, parts, strict=True):
+            keys, _ = observed.cache.layer(layer)
+            weights = attention_weights(rows, span(keys, 0, len(observed.positions)))
+            observed.scores.add(observed.positions, weights.cpu())

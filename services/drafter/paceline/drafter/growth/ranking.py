@@ -88,10 +88,10 @@ class Ranker:
         """Return penalties and bias of the token after the text and a chain of drafted tokens."""
         for token in chain:
             self._history.push(token)
-        found = edits(self.params, self._history)
+        changes = edits(self.params, self._history)
         for _ in chain:
             self._history.pop()
-        return found
+        return changes
 
     def rank(
         self, logits: Tensor, position: int, width: int, chain: Sequence[int] = ()
@@ -151,7 +151,7 @@ def rank_rows(
     if first.params.penalised:
         logits, drafted = penalised(rankers, logits, chain), None
     scores = logits[:, : first._size(drafted)]
-    if not all(each.greedy for each in params):
+    if not all(rules.greedy for rules in params):
         repeated = [position for position in positions for _ in range(rows)]
         scores = perturbed_logits(scores, params, repeated, drafted)
     best, logs = best_candidates(scores.float(), min(width, scores.shape[1]))
@@ -170,7 +170,7 @@ def penalised(rankers: Sequence[Ranker], logits: Tensor, chain: Sequence[int] = 
         whole[:, first._drafted] = logits[:, : first.count].float()
     if first.params.penalised:
         changes = [ranker.edits(chain) for ranker in rankers]
-        edit_rows(whole, range(len(whole)), [each for each in changes for _ in range(rows)])
+        edit_rows(whole, range(len(whole)), [change for change in changes for _ in range(rows)])
     return whole
 
 
@@ -185,5 +185,5 @@ def draw_rows(
     drawn = list(map(Ranker.draw, rankers, logits, positions))
     for (_, _, proposal), earlier in zip(drawn, proposals, strict=True):
         earlier.append(proposal)
-    ids, logs = (torch.tensor([[each[n]] for each in drawn]) for n in (0, 1))
+    ids, logs = (torch.tensor([[draw[n]] for draw in drawn]) for n in (0, 1))
     return send(ids, logits.device), send(logs, logits.device)

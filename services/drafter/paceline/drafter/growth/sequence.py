@@ -232,24 +232,24 @@ class TreeGrowth:
         That a cache still exists is checked once, when all trees are on the host.
         """
         grown = cast(Sequence[tuple[GrownSequence, Budget]], rounds)
-        found: dict[GrownSequence, TokenTree | KvGone] = {}
+        trees: dict[GrownSequence, TokenTree | KvGone] = {}
         batches: dict[Growth, list[tuple[GrownSequence, Budget]]] = {}
         for sequence, budget in grown:
             try:
                 limits = sequence.begin(budget)
             except KvGone as gone:
-                found[sequence] = gone
+                trees[sequence] = gone
                 continue
             if limits is not None:
                 batches.setdefault(sequence.way, []).append((sequence, limits))
         for way, batch in batches.items():
-            found.update(zip((sequence for sequence, _ in batch), way.grow(batch), strict=True))
+            trees.update(zip((sequence for sequence, _ in batch), way.grow(batch), strict=True))
         for sequence, _ in grown:
             try:
                 sequence.finish()
             except KvGone as gone:
-                found[sequence] = gone
-        return [found.get(sequence, EMPTY) for sequence, _ in grown]
+                trees[sequence] = gone
+        return [trees.get(sequence, EMPTY) for sequence, _ in grown]
 
     def draft_ahead(self, sequences: Sequence[DraftSequence]) -> list[DraftSequence]:
         """See :meth:`~paceline.drafter.methods.base.Drafter.draft_ahead`."""

@@ -55,10 +55,10 @@ class TargetKv:
                 nothing = torch.zeros(reader.config.kv_heads, 1, reader.config.head_dim)
                 parts = [(nothing, nothing)]
             keys, values = (
-                (each[0] if len(each) == 1 else torch.cat(each, dim=1)).to(
+                (planes[0] if len(planes) == 1 else torch.cat(planes, dim=1)).to(
                     reader.device, reader.dtype
                 )
-                for each in zip(*parts, strict=True)
+                for planes in zip(*parts, strict=True)
             )
             self._planes = keys, values
             self.table = LayerTable.of([self._planes])

@@ -86,8 +86,8 @@ class PoolReader(MappedReader):
         Raises ``KvGone`` as :meth:`_checked`."""
         pages = self._checked(self._table[rows // size].astype(np.int64))
         both = torch.from_numpy(np.stack([pages, rows % size]))
-        found, at = send(both, self._memory.device)
-        return found, at
+        page, row = send(both, self._memory.device)
+        return page, row
 
     def _checked(self, pages: NDArray[Any]) -> NDArray[Any]:
         """Return entries of the page table. Raises ``KvGone``: one is not a page of the pool."""

@@ -95,8 +95,8 @@ class CacheFile:
             )
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given buffer is not writable")
-            found = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset)
-        return found.view(*shape)
+            flat = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset)
+        return flat.view(*shape)
 
     def numbers(self, layers: Iterable[int]) -> dict[int, int]:
         """Return the number of each layer of keys and values, as counted from 0. Raises

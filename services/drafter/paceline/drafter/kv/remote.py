@@ -428,12 +428,12 @@ class RemoteStates(UpdateStream, StateReader):
             if self._rows is None:
                 return end, torch.empty(0, 0)
             first = min(end, max(begin, self._start))
-            found = self._rows[first - self._start : end - self._start].clone()
+            rows = self._rows[first - self._start : end - self._start].clone()
             if begin > self._start:
                 # A copy, since a view would keep the dropped rows in memory.
                 self._rows = self._rows[begin - self._start :].clone()
                 self._start = begin
-            return first, found
+            return first, rows
 
     def close(self) -> None:
         """End the stream and drop the rows. Closing twice is safe, on any thread."""

@@ -28,8 +28,8 @@ _BUILT_IN = {
 
 def _methods() -> dict[str, EntryPoint]:
     """All installed methods by name. A built-in name cannot be registered again."""
-    others = {each.name: each for each in entry_points(group=GROUP) if each.name not in _BUILT_IN}
-    return others | {name: EntryPoint(name, at, GROUP) for name, at in _BUILT_IN.items()}
+    more = {entry.name: entry for entry in entry_points(group=GROUP) if entry.name not in _BUILT_IN}
+    return more | {name: EntryPoint(name, at, GROUP) for name, at in _BUILT_IN.items()}
 
 
 def method_names() -> list[str]:

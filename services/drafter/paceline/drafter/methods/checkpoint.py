@@ -118,20 +118,20 @@ def read_fit(folder: Path) -> Fit:
     section = config.get(SECTION, {})
     declared = str(section.get("tokenizer_digest", ""))
     try:
-        found = open_model(folder).tokenizer_digest
+        digest = open_model(folder).tokenizer_digest
     except UnsupportedModelError as error:
         raise LoadError("UNSUPPORTED_MODEL", str(error)) from error
-    if declared and found and declared != found:
+    if declared and digest and declared != digest:
         raise LoadError(
             "TOKENIZER_MISMATCH",
             f"config.json of {folder} has the tokenizer_digest {declared}, but that of "
-            f"tokenizer.json is {found}; restore the one the drafter was trained with",
+            f"tokenizer.json is {digest}; restore the one the drafter was trained with",
         )
     origin = section.get("target_origin")
     return Fit(
         target_fingerprint=str(section.get("target_fingerprint", "")),
         target_origin=Origin.parse(origin) if isinstance(origin, dict) else None,
-        tokenizer_digest=declared or found,
+        tokenizer_digest=declared or digest,
         vocab_size=_vocab_size(config, folder),
     )
 
@@ -149,18 +149,18 @@ def check_target(folder: Path, target: TargetRef, fit: Fit) -> Fit:
         ("TARGET_MISMATCH", "weights", fit.target_fingerprint, target.fingerprint),
         ("TOKENIZER_MISMATCH", "the tokenizer", fit.tokenizer_digest, digest),
     )
-    for reason, what, expected, found in pairs:
-        if expected and expected != found and not (fit.target_fingerprint or fit.target_origin):
+    for reason, what, expected, actual in pairs:
+        if expected and expected != actual and not (fit.target_fingerprint or fit.target_origin):
             raise LoadError(
                 reason,
                 f"the tokenizers differ: {folder} has one with the digest {expected}, "
-                f"{target.name} {found or 'none'}; a small model drafts for targets with its own",
+                f"{target.name} {actual or 'none'}; a small model drafts for targets with its own",
             )
-        if expected and expected != found:
+        if expected and expected != actual:
             raise LoadError(
                 reason,
                 f"{folder} was made for a target with {what} {expected}, but {target.name} has "
-                f"{found or 'none'}; give the target it was trained for",
+                f"{actual or 'none'}; give the target it was trained for",
             )
     return fit
 
@@ -320,15 +320,15 @@ def _stored_dtype(folder: str | Path, name: str) -> torch.dtype:
 def check_tensors(folder: str | Path, config: LayerShape) -> dict[str, tuple[int, ...]]:
     """Check names and shapes of all tensors of a drafter except the target's, without reading;
     returns shapes by name. Raises ``UnsupportedModelError``: see :func:`load_weights`."""
-    found, shapes = DrafterTensors(folder, torch.float32), config.tensors()
-    if unknown := sorted(set(found) - set(shapes) - _OTHER_TENSORS):
+    tensors, shapes = DrafterTensors(folder, torch.float32), config.tensors()
+    if unknown := sorted(set(tensors) - set(shapes) - _OTHER_TENSORS):
         raise UnsupportedModelError(
             f"{folder} holds the tensors {unknown[:5]}, which no drafter of its config.json has"
         )
     for name, shape in shapes.items():
-        if name not in found:
+        if name not in tensors:
             raise UnsupportedModelError(f"{folder} lacks the tensor {name!r}")
-        if (stored := found.shape(name)) != shape:
+        if (stored := tensors.shape(name)) != shape:
             raise UnsupportedModelError(
                 f"tensor {name!r} of {folder} has shape {stored}, expected {shape} by config.json"
             )
@@ -341,9 +341,9 @@ def load_weights(
     """Read all tensors of a drafter except the target's. Raises ``UnsupportedModelError`` if a
     tensor is missing, has another shape, or is not known, which means that the drafter has a part
     that its config.json does not describe."""
-    shapes, found = check_tensors(folder, config), DrafterTensors(folder, dtype, device)
+    shapes, tensors = check_tensors(folder, config), DrafterTensors(folder, dtype, device)
     drafted = drafted_tokens(Path(folder), config)
-    weights = {name: found[name] for name in shapes}
+    weights = {name: tensors[name] for name in shapes}
     return weights if drafted is None else {**weights, DRAFT_TOKENS: drafted.to(device)}
 
 
@@ -372,9 +372,9 @@ class TargetEmbedding:
         # The target's token id of each row of the head, int64 `[R]`; None: all, in order.
         self.tokens = tokens
         self.head = _head(head, dtype, tokens, bits)  # the LM head
-        own = () if self.head.weight is head or self.head.packed is None else (self.head.packed,)
+        packed = () if self.head.weight is head or self.head.packed is None else (self.head.packed,)
         # Bytes of packed matrices that nobody else has.
-        self.private_bytes = sum(t.nbytes for each in own for t in each.tensors().values())
+        self.private_bytes = sum(t.nbytes for matrix in packed for t in matrix.tensors().values())
 
     @classmethod
     def read(
@@ -393,17 +393,17 @@ class TargetEmbedding:
         ``bits``, 8 or 4, or stays as it came. Raises ``UnsupportedModelError`` if neither folder
         has them, or they have another shape; the ids of the drafted tokens are missing or invalid.
         """
-        tokens = own = None
+        tokens = tensors = None
         if folder is not None:
-            tokens, own = drafted_tokens(folder, shape), DrafterTensors(folder, dtype, device)
+            tokens, tensors = drafted_tokens(folder, shape), DrafterTensors(folder, dtype, device)
         parts = {} if target is None else target.outer(device)
         outer = {n: p.to(dtype) if isinstance(p, Tensor) else p for n, p in parts.items()}
 
         def read(name: str, part: str) -> Tensor | PackedMatrix:
             path, rows = folder, {shape.vocab_size}
-            found: Part
-            if own is not None and name in own:
-                found = own.mapped(name)
+            matrix: Part
+            if tensors is not None and name in tensors:
+                matrix = tensors.mapped(name)
                 rows |= {shape.drafted} if name == HEAD else set()
             elif target is None:
                 raise UnsupportedModelError(
@@ -411,14 +411,14 @@ class TargetEmbedding:
                     "folder or GGUF file as the option target=PATH"
                 )
             else:
-                path, found = target.path, outer.get(part, outer["head"])  # tied ones are one
-            if found.shape[0] not in rows or tuple(found.shape[1:]) != (shape.hidden,):
+                path, matrix = target.path, outer.get(part, outer["head"])  # tied ones are one
+            if matrix.shape[0] not in rows or tuple(matrix.shape[1:]) != (shape.hidden,):
                 raise UnsupportedModelError(
-                    f"{name!r} of {path} has shape {tuple(found.shape)}, expected "
+                    f"{name!r} of {path} has shape {tuple(matrix.shape)}, expected "
                     f"{(max(rows), shape.hidden)}"
                 )
-            assert isinstance(found, Tensor | PackedMatrix), "as stored, a target is not rotated"
-            return found
+            assert isinstance(matrix, Tensor | PackedMatrix), "as stored, a target is not rotated"
+            return matrix
 
         return cls(read(EMBEDDING, "embedding"), read(HEAD, "head"), dtype, tokens, bits)
 

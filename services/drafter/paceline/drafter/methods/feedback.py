@@ -88,10 +88,10 @@ class FeedbackLayers(DraftLayers):
                 first = trees.frontier.start + 1
             number = self.level_program(trees.level)
             result = self.run(number, tokens, plan, passes.caches, rows, taps=(0,), inputs=inputs)
-            found = result.taps[0].unflatten(0, (count, -1))
+            hidden = result.taps[0].unflatten(0, (count, -1))
             if not trees.level:
-                outputs = found.new_zeros(count, 1 + nodes, found.shape[2])
-            outputs[:, first : first + found.shape[1]] = found
+                outputs = hidden.new_zeros(count, 1 + nodes, hidden.shape[2])
+            outputs[:, first : first + hidden.shape[1]] = hidden
             trees.add_level(result.logits)
 
 

@@ -47,19 +47,19 @@ def drafted_tokens(folder: Path, config: LayerShape) -> Tensor | None:
     if not config.draft_vocab_size:
         return None
     weights = DrafterTensors(folder, torch.float32)
-    found = weights.draft_tokens()
+    ids = weights.draft_tokens()
     count, vocab = config.draft_vocab_size, config.vocab_size
-    valid = found.dtype == torch.int64 and found.shape == (count,)
-    if not valid or found[0] < 0 or found[-1] >= vocab or (found.diff() <= 0).any():
+    valid = ids.dtype == torch.int64 and ids.shape == (count,)
+    if not valid or ids[0] < 0 or ids[-1] >= vocab or (ids.diff() <= 0).any():
         raise UnsupportedModelError(
             f"{folder} has no valid tensor {DRAFT_TOKENS!r}, expected {count} rising token ids "
             f"below {vocab}"
         )
-    if DRAFTED in weights and not torch.equal(weights.stored(DRAFTED).nonzero()[:, 0], found):
+    if DRAFTED in weights and not torch.equal(weights.stored(DRAFTED).nonzero()[:, 0], ids):
         raise UnsupportedModelError(
             f"tensors {DRAFTED!r} and {DRAFT_TOKENS!r} of {folder} tell of different drafted tokens"
         )
-    return found
+    return ids
 
 
 def draft_rows(drafted: Tensor | None, tokens: Tensor) -> Tensor:
@@ -68,8 +68,8 @@ def draft_rows(drafted: Tensor | None, tokens: Tensor) -> Tensor:
     if drafted is None:
         return tokens
     rows = torch.searchsorted(drafted, tokens.contiguous())
-    found = drafted[rows.clamp(max=len(drafted) - 1)] == tokens
-    return torch.where(found, rows, len(drafted))
+    is_drafted = drafted[rows.clamp(max=len(drafted) - 1)] == tokens
+    return torch.where(is_drafted, rows, len(drafted))
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class LayerShape:
     def from_json(cls, fields: Mapping[str, Any]) -> Self:
         """Raises ``UnsupportedModelError`` if a field is missing, unknown or out of range."""
         with config_errors(cls.method):
-            lists = {name: tuple(each) for name, each in fields.items() if isinstance(each, list)}
+            lists = {key: tuple(value) for key, value in fields.items() if isinstance(value, list)}
             eps, rope = float(fields["norm_eps"]), dict(fields["rope_parameters"])
             return cls(**{**fields, **lists, "norm_eps": eps, "rope_parameters": rope})
 
@@ -134,7 +134,7 @@ class LayerShape:
         """
         source = open_model(path)
         target = source.config()
-        found = {
+        shape = {
             **{name: getattr(target, name) for name in HF_FIELDS},
             "norm_eps": target.norm_eps,
             "rope_parameters": rope_parameters(source.hf_config),
@@ -147,11 +147,11 @@ class LayerShape:
                 return int(layer * target.layers)
             return int(layer + target.layers if layer < 0 else layer)
 
-        if "target_layer" in found:
-            found["target_layer"] = number(found["target_layer"])
+        if "target_layer" in shape:
+            shape["target_layer"] = number(shape["target_layer"])
         else:
-            found["taps"] = tuple(map(number, found["taps"]))
-        return cls(**found)
+            shape["taps"] = tuple(map(number, shape["taps"]))
+        return cls(**shape)
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the drafter's own tensors by name."""

@@ -162,7 +162,7 @@ class DraftLayers(ABC):
         self.embedding, self.bits = embedding, bits
         self.rope = Rope(config, device)
         parts = LayerWeights(config, weights, bits, choose_numerics(numerics))
-        self.programs = [Executor(each) for each in self.record(parts)]
+        self.programs = [Executor(program) for program in self.record(parts)]
 
     @abstractmethod
     def record(self, tensors: LayerWeights) -> list[Program]:
@@ -189,8 +189,8 @@ class DraftLayers(ABC):
     @property
     def native(self) -> list[NativeProgram] | None:
         """The programs for compiled kernels; None if they do not run all of them."""
-        found = [each.native for each in self.programs if each.native is not None]
-        return found if len(found) == len(self.programs) else None
+        native = [program.native for program in self.programs if program.native is not None]
+        return native if len(native) == len(self.programs) else None
 
     @torch.inference_mode()
     def run(

@@ -93,12 +93,12 @@ class DSparkConfig(TappedShape):
             raise UnsupportedModelError(
                 "a confidence head that reads the Markov embedding needs a markov_rank above 0"
             )
-        found = self.confidence_temperatures
-        known = self.confidence and len(found) == self.levels
-        if found and not (known and all(0 < each < math.inf for each in found)):
+        temperatures = self.confidence_temperatures
+        known = self.confidence and len(temperatures) == self.levels
+        if temperatures and not (known and all(0 < value < math.inf for value in temperatures)):
             raise UnsupportedModelError(
-                f"confidence_temperatures is {list(found)}, expected a number above 0 for each of "
-                f"{self.levels} levels, of a drafter with a confidence head"
+                f"confidence_temperatures is {list(temperatures)}, expected a number above 0 for "
+                f"each of {self.levels} levels, of a drafter with a confidence head"
             )
 
     @property

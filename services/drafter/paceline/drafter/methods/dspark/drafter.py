@@ -153,13 +153,13 @@ class DSparkBackbone(DraftLayers):
         return [states, block]
 
     def draft_passes(self, batch: Sequence[DSparkSequence], shape: TreeShape) -> HostDraft:
-        found = [sequence.new_states() for sequence in batch]
+        fresh = [sequence.new_states() for sequence in batch]
         caches = [sequence.cache for sequence in batch]
         states = self.states_pass(
-            [(n, caches[n], new) for n, new in enumerate(found) if new is not None]
+            [(n, caches[n], new) for n, new in enumerate(fresh) if new is not None]
         )
         block, contexts = self.block_pass(
-            [(each.cache, each.tokens[-1], each.newest_states()) for each in batch]
+            [(sequence.cache, sequence.tokens[-1], sequence.newest_states()) for sequence in batch]
         )
         return HostDraft([states, block], caches, contexts)
 

@@ -108,8 +108,8 @@ class DSparkHeads:
             if config.markov_all and drafted is not None:
                 self._w1 = torch.cat([self._w1[drafted.to(device)], self._w1]).detach()
             # Off the CPU it is one batched product with the logits, and small beside the LM head.
-            own = bits if device_of(self._device).packs else 0
-            self._w2 = linear([self._markov.markov_w2.weight], own)
+            w2_bits = bits if device_of(self._device).packs else 0
+            self._w2 = linear([self._markov.markov_w2.weight], w2_bits)
         self._confidence: Tensor | None = None
         if config.confidence:
             head = _loaded(ConfidenceHead(config), "confidence_head.", weights).to(device, dtype)
@@ -150,8 +150,8 @@ class DSparkHeads:
         rows = self._rows[before]
         logs = None
         if self._confidence is not None:
-            own = (hidden @ self._confidence)[:, None].double() + self._offsets[rows]
-            logs = torch.nn.functional.logsigmoid(own / self._temperatures[level])
+            confidence = (hidden @ self._confidence)[:, None].double() + self._offsets[rows]
+            logs = torch.nn.functional.logsigmoid(confidence / self._temperatures[level])
         if self._markov is None:
             return logits.expand(-1, before.shape[1], -1), logs
         features = self._markov.features(self._w1[rows], hidden[:, None])
@@ -169,6 +169,6 @@ class DSparkHeads:
 
 def _loaded(head: Head, name: str, weights: Mapping[str, Tensor]) -> Head:
     """The head with the tensors whose names begin with ``name``."""
-    own = {n.removeprefix(name): t for n, t in weights.items() if n.startswith(name)}
-    head.load_state_dict(own)
+    tensors = {n.removeprefix(name): t for n, t in weights.items() if n.startswith(name)}
+    head.load_state_dict(tensors)
     return head

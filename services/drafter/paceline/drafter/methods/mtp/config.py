@@ -67,13 +67,13 @@ class MtpConfig(TappedShape):
     @classmethod
     def for_target(cls, path: str | Path, **fields: Any) -> Self:
         """See :meth:`LayerShape.for_target`. All dimensions of a head are rotated."""
-        found = super().for_target(path, taps=(-1,), **fields)
+        shape = super().for_target(path, taps=(-1,), **fields)
         rope = {
             name: value
-            for name, value in found.rope_parameters.items()
+            for name, value in shape.rope_parameters.items()
             if name != "partial_rotary_factor"
         }
-        return replace(found, rope_parameters=rope)
+        return replace(shape, rope_parameters=rope)
 
 
 def save_mtp(

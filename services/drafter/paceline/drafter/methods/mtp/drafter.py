@@ -200,9 +200,9 @@ def _load(
         fit = check_target(path, TargetRef.packed(target), fit)
         check_shape(path, config, target.path, target.description.config)
     dtype = heads.block.dtype
-    own = None if heads.whole else path
+    drafter_folder = None if heads.whole else path
     with torch.inference_mode():
-        embedding = TargetEmbedding.read(own, target, config, dtype, device, bits)
+        embedding = TargetEmbedding.read(drafter_folder, target, config, dtype, device, bits)
         layers = _layers(heads, embedding, bits, resources)
     per_value = {8: 1.0, 4: 0.5}.get(bits, float(dtype.itemsize))
     values = sum(prod(shape) for shape in heads.shapes.values())
@@ -223,11 +223,11 @@ def _layers(
         embedding.embedding = packed.embedding
     built = [
         MtpHead(
-            norm(each.enorm), norm(each.hnorm), linear([each.embedded], bits),
-            linear([each.hidden], bits), build_layer(block, each.layer), norm(each.norm),
-            embedding.head if each.head is None else linear([each.head], bits),
+            norm(head.enorm), norm(head.hnorm), linear([head.embedded], bits),
+            linear([head.hidden], bits), build_layer(block, head.layer), norm(head.norm),
+            embedding.head if head.head is None else linear([head.head], bits),
         )
-        for each in packed.heads
+        for head in packed.heads
     ]  # fmt: skip
     final = None if packed.final_norm is None else norm(packed.final_norm)
     device, feeds_normed = resources.device.torch, heads.layout.feeds_normed
