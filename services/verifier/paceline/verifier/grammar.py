@@ -419,7 +419,7 @@ class Guide:
         self._check()
         if self._length < len(self._path) and self._path[self._length] != token:
             del self._path[self._length :]
-            for place in [each for each in self._masks if each > self._length]:
+            for place in [place for place in self._masks if place > self._length]:
                 del self._masks[place]
             if self._failed is not None and self._failed[0] > self._length:
                 self._failed = None

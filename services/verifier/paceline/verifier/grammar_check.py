@@ -54,14 +54,14 @@ def _without_spent_patterns(library: Any, schemas: Any, source: str) -> str:
         required = schema.get("required", [])
         if not all(map(isinstance, (patterns, named, required), (dict, dict, list))):
             continue
-        names = list(dict.fromkeys([*named, *(each for each in required if isinstance(each, str))]))
+        names = list(dict.fromkeys([*named, *(name for name in required if isinstance(name, str))]))
         keys = {name: json.dumps(name, ensure_ascii=False) + ":" for name in names}
         text = "{" + "".join(f"{key}null," for key in keys.values())
         for pattern, value in list(patterns.items()):
             if not names or _may(library, names, pattern, text):
                 continue
             del patterns[pattern]
-            for name in [each for each in names if _may(library, [], pattern, "{" + keys[each])]:
+            for name in [name for name in names if _may(library, [], pattern, "{" + keys[name])]:
                 named[name] = {"allOf": [named[name], value]} if name in named else value
             schema["properties"] = named
     return json.dumps(root, ensure_ascii=False)
@@ -87,12 +87,12 @@ def _may(library: Any, names: list[str], pattern: str, text: str) -> bool:
 def _unfinished(library: Any, lark: str) -> str:
     """A rule or terminal of a grammar that no text completes; empty: there is none."""
     plain = _LITERAL.sub(_masked, lark)
-    found = list(_DEFINITION.finditer(plain))
-    ends = [*(each.start() for each in found[1:]), len(plain)]
-    bodies = {each[1]: plain[each.end() : end] for each, end in zip(found, ends, strict=True)}
-    terminals = [each for each in bodies if each.isupper()]
+    heads = list(_DEFINITION.finditer(plain))
+    ends = [*(head.start() for head in heads[1:]), len(plain)]
+    bodies = {head[1]: plain[head.end() : end] for head, end in zip(heads, ends, strict=True)}
+    terminals = [name for name in bodies if name.isupper()]
     written = "\n".join(
-        lark[each.start() : end] for each, end in zip(found, ends, strict=True) if each[1].isupper()
+        lark[head.start() : end] for head, end in zip(heads, ends, strict=True) if head[1].isupper()
     )
     for name in terminals:
         if "&" in bodies[name] or "~" in bodies[name]:
@@ -102,7 +102,7 @@ def _unfinished(library: Any, lark: str) -> str:
             matcher.compute_bitmask()
             if matcher.is_error() and not known:
                 return name
-    left = [each for each in bodies if not each.isupper() and "%" not in bodies[each]]
+    left = [name for name in bodies if not name.isupper() and "%" not in bodies[name]]
     while left:
         rest = {*left}
         for name in reversed(left):
@@ -110,7 +110,7 @@ def _unfinished(library: Any, lark: str) -> str:
                 rest.remove(name)
         if len(rest) == len(left):
             return left[0]
-        left = [each for each in reversed(left) if each in rest]
+        left = [name for name in reversed(left) if name in rest]
     return ""
 
 

@@ -151,7 +151,7 @@ _gauge(
 _gauge(
     "specdec_kv_cache_prefix_bytes",
     "KV memory of ended texts, kept for prompts that begin in the same way",
-    lambda it: sum(each.kv.reserved_bytes for each in it.store.prefixes), "device",
+    lambda it: sum(sequence.kv.reserved_bytes for sequence in it.store.prefixes), "device",
 )  # fmt: skip
 _gauge(
     "specdec_kv_cache_limit_bytes", "KV memory that may be used (--kv-bytes)",
@@ -345,7 +345,7 @@ class VerifierMetrics(RoundMetrics):
         return list(self.store)
 
     def used_bytes(self) -> int:
-        return sum(each.sequence.kv.reserved_bytes for each in self.caches())
+        return sum(cache.sequence.kv.reserved_bytes for cache in self.caches())
 
     def waiting(self) -> dict[str, int]:
         """Number of jobs that wait for a step, by kind."""
@@ -355,5 +355,5 @@ class VerifierMetrics(RoundMetrics):
 
     def links(self) -> dict[str, int]:
         """Number of drafter services that have joined, by carrier."""
-        carriers = Counter(verifier_pb2.Carrier.Name(each.carrier) for each in self._joined())
+        carriers = Counter(verifier_pb2.Carrier.Name(service.carrier) for service in self._joined())
         return {name: carriers[f"CARRIER_{name.upper()}"] for name in ("socket", "stream")}

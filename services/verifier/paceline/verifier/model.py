@@ -33,23 +33,23 @@ class ModelInfo:
         tokenizer = gzip.decompress(self.tokenizer_gzip) if self.tokenizer_gzip else b""
         return Grammars(tokenizer, self.message.vocab_size, self.message.eos_token_ids)
 
-    def set_invariance(self, found: BatchInvariance, decoder: Decoder) -> None:
+    def set_invariance(self, invariance: BatchInvariance, decoder: Decoder) -> None:
         """Say whether texts depend on drafts, and what their bits depend on."""
-        if not found.holds:
+        if not invariance.holds:
             _log.warning(
                 "batch_invariant is false: the output may depend on the drafter at numeric ties: "
                 "%s",
-                found.reason,
+                invariance.reason,
             )
         message = self.message
-        message.batch_invariant = found.holds
-        message.batch_invariance_reason = found.reason
-        rules = device_of(decoder.device).rules(decoder) if found.holds else []
-        if rules and found.bits:
-            rules.append(Rule("check", "", "logits of a tree", {"logits": found.bits}))
+        message.batch_invariant = invariance.holds
+        message.batch_invariance_reason = invariance.reason
+        rules = device_of(decoder.device).rules(decoder) if invariance.holds else []
+        if rules and invariance.bits:
+            rules.append(Rule("check", "", "logits of a tree", {"logits": invariance.bits}))
         fields = [rule._asdict() for rule in rules]
         message.ClearField("numerics")
-        message.numerics.extend(verifier_pb2.RuleOfNumerics(**each) for each in fields)
+        message.numerics.extend(verifier_pb2.RuleOfNumerics(**values) for values in fields)
 
     def response(self, request: verifier_pb2.GetModelRequest) -> verifier_pb2.GetModelResponse:
         """The response to one request, with the tokenizer if the client lacks it."""

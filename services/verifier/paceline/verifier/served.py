@@ -42,8 +42,8 @@ def check_steps(decoder: Decoder, graphs: GraphRunner | None, pool: PagePool) ->
     ) -> Tensor:
         if graphs is not None and not prompt:
             rows = [cache.row for cache in caches]
-            if (found := graphs.forward(tokens, blocks, rows)) is not None:
-                return found.logits
+            if (replayed := graphs.forward(tokens, blocks, rows)) is not None:
+                return replayed.logits
         plan = plan_trees(blocks, device=decoder.device)
         packed = send(torch.tensor(tokens), decoder.device)
         return decoder.forward(packed, plan, caches, logit_rows=None).logits
@@ -74,13 +74,13 @@ def check_states(
     blocks = [QueryBlock(0, at, None, min(MAX_TREE_NODES, rows - at)) for at in starts]
     without = graphs.forward(tokens, blocks, [cache.row])
     expected = None if without is None else without.logits.clone()
-    found = graphs.forward(tokens, blocks, [cache.row], layers)
-    if expected is None or found is None:
+    with_states = graphs.forward(tokens, blocks, [cache.row], layers)
+    if expected is None or with_states is None:
         return ""  # steps of so many rows run kernel by kernel
     plan = plan_trees(blocks, device=decoder.device)
     packed = send(torch.tensor(tokens), decoder.device)
     plain = decoder.forward(packed, plan, [cache], logit_rows=None, taps=layers)
-    same = zip((found.logits, *found.taps), (expected, *plain.taps), strict=True)
-    if all(torch.equal(*each) for each in same):
+    same = zip((with_states.logits, *with_states.taps), (expected, *plain.taps), strict=True)
+    if all(torch.equal(*pair) for pair in same):
         return ""
     return f"a step of {rows} rows has other bits where hidden states are recorded"

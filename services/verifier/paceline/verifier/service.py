@@ -132,7 +132,7 @@ class VerifierService:
             "kv_cache_dtype": model.kv_cache_dtype,
             "max_context": model.max_context,
             "max_sequences": self.store.max_sequences,
-            "drafters": [each.default_drafter for each in self.exchange.joined()],
+            "drafters": [service.default_drafter for service in self.exchange.joined()],
         }
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -172,8 +172,8 @@ class VerifierService:
         phases.begin("compiling kernels")
         await self.engine.between_steps(partial(graphs.compile, [choose], phases.reached))
         phases.begin("capturing CUDA graphs")
-        while (found := await self.engine.between_steps(lambda: next(steps, None))) is not None:
-            phases.reached(*found)
+        while (counts := await self.engine.between_steps(lambda: next(steps, None))) is not None:
+            phases.reached(*counts)
         await self.engine.between_steps(choose)
         graphs.report()
 

@@ -384,7 +384,7 @@ class CacheStore:
         """Check that no memory and no descriptor leaked. No job and no release may be running.
         Raises ``AssertionError`` if an invariant is broken; the message names all that are."""
         caches = list(self)
-        kvs = [each.kv for each in (*(c.sequence for c in caches), *self.prefixes)]
+        kvs = [sequence.kv for sequence in (*(cache.sequence for cache in caches), *self.prefixes)]
         files = [kv.file for kv in kvs]
         grants = {id(cache) for cache in self._grants.values()}
         broken = [
@@ -399,7 +399,7 @@ class CacheStore:
             broken.append("two caches share a segment")
         if differing := sorted(set(files) ^ open_segments()):
             broken.append(f"segments and caches differ: descriptors {differing}")
-        used, reserved = self.memory.used_bytes, sum(each.reserved_bytes for each in kvs)
+        used, reserved = self.memory.used_bytes, sum(kv.reserved_bytes for kv in kvs)
         if used > self.memory.limit_bytes:
             broken.append(f"{used} bytes are used, limit {self.memory.limit_bytes}")
         if isinstance(self.memory, SegmentMemory) and used != reserved:

@@ -158,9 +158,9 @@ def _round_attributes(report: StepReport) -> dict[str, Any]:
         attributes[Attribute.TREE_DEPTH] = draft.tree.depth
         attributes[Attribute.KV_BYTES] = draft.kv_bytes
         added = shares(report)
-        attributes[Attribute.SOURCES] = [each.source or DRAFTER for each in added]
-        attributes[Attribute.SOURCES_DRAFTED] = [each.drafted for each in added]
-        attributes[Attribute.SOURCES_ACCEPTED] = [each.accepted for each in added]
+        attributes[Attribute.SOURCES] = [share.source or DRAFTER for share in added]
+        attributes[Attribute.SOURCES_DRAFTED] = [share.drafted for share in added]
+        attributes[Attribute.SOURCES_ACCEPTED] = [share.accepted for share in added]
     elif report.no_draft is not None:
         attributes[Attribute.NO_DRAFT] = report.no_draft.value
     return attributes

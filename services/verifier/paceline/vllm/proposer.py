@@ -78,15 +78,15 @@ class PacelineProposer:
         invalid, or the address cannot be served."""
         log_beside_others()
         settings = self._settings = Settings.read(vllm_config)
-        model, own = settings.model, settings.own
+        model, options = settings.model, settings.own
         self.address = ""  # where drafter services join; empty if they cannot
         self._lock = DraftingLock(self._read_tree)
-        self._texts = RunningTexts(model.max_context, lookup=own.lookup == "on")
+        self._texts = RunningTexts(model.max_context, lookup=options.lookup == "on")
         self._scheduler = Scheduler(
             rising_table() if settings.on_cpu else flat_table(), MAX_NODES, lockstep=True
         )
-        self._always = own.draft == "always"
-        self._looks_up = own.lookup == "on"
+        self._always = options.draft == "always"
+        self._looks_up = options.lookup == "on"
         self._planned: dict[VllmText, TokenTree] = {}
         self._asked: dict[DraftedText, str] = {}  # for the planned step, and the drafter
         self._disturbed = False  # whether the planned step waited in vain
@@ -104,7 +104,7 @@ class PacelineProposer:
                 self._lock,
                 self._tidy,
                 partial(review, model.tokenizer_digest),
-                path=own.draft_socket,
+                path=options.draft_socket,
                 needs_token=settings.server.token is not None,
             )
             metered = settings.server.metrics_address is not None
@@ -118,7 +118,7 @@ class PacelineProposer:
             "paceline drafts for vLLM %s (tried with %s): look-up %s, drafter services join at %s",
             version,
             ", ".join(TRIED),
-            own.lookup,
+            options.lookup,
             self.address or "no address, for PACELINE_VLLM_ADDRESS is not set",
         )
 

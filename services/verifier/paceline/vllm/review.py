@@ -14,11 +14,11 @@ def review(digest: str, drafters: exchange_pb2.DrafterList) -> None:
     """Leave out drafters that vLLM cannot use; ``digest`` is that of its model's tokenizer. Raises
     ``ServiceError``: the default is one of them, or all are."""
     usable, reasons = [], {}
-    for each in drafters.drafters:
-        if (error := _fault_of(digest, each)) is None:
-            usable.append(each)
+    for drafter in drafters.drafters:
+        if (error := _fault_of(digest, drafter)) is None:
+            usable.append(drafter)
         else:
-            reasons[each.name] = error
+            reasons[drafter.name] = error
     if drafters.default_drafter in reasons or (reasons and not usable):
         raise reasons.get(drafters.default_drafter) or next(iter(reasons.values()))
     for error in reasons.values():
@@ -27,14 +27,14 @@ def review(digest: str, drafters: exchange_pb2.DrafterList) -> None:
     drafters.drafters.extend(usable)
 
 
-def _fault_of(own: str, drafter: drafter_pb2.DrafterInfo) -> ServiceError | None:
+def _fault_of(digest: str, drafter: drafter_pb2.DrafterInfo) -> ServiceError | None:
     """Why a drafter cannot be used; None if it can."""
     name = drafter.name
-    if own and drafter.tokenizer_digest and drafter.tokenizer_digest != own:
+    if digest and drafter.tokenizer_digest and drafter.tokenizer_digest != digest:
         return ServiceError.failed_precondition(
             "TOKENIZER_MISMATCH",
             f"drafter {name!r} has the tokenizer {drafter.tokenizer_digest[:80]}, the model of "
-            f"this vLLM has {own}; choose a drafter with the model's tokenizer",
+            f"this vLLM has {digest}; choose a drafter with the model's tokenizer",
         )
     reads = "hidden states" if drafter.hidden_state_layers else ""
     reads = "KV" if drafter.reads_kv or drafter.kv_policy else reads

@@ -85,17 +85,17 @@ class Settings:
             max_tree_nodes=MAX_NODES,
             instance_id=secrets.token_hex(16),
         )
-        own, server = read_options(environ)
-        return cls(model, min(tokens, MAX_NODES), first, on_cpu, own, server)
+        options, server = read_options(environ)
+        return cls(model, min(tokens, MAX_NODES), first, on_cpu, options, server)
 
 
 def read_options(environ: Mapping[str, str]) -> tuple[VllmOptions, ServerOptions | None]:
     """The settings in the environment. Raises ``OptionsError``: one is unknown or invalid."""
     args = parse_environment(environ, PREFIX, VllmOptions)
-    own = VllmOptions(**given_options(args, VllmOptions))
+    options = VllmOptions(**given_options(args, VllmOptions))
     if args.address is None and given_options(args, ServerOptions):
         raise OptionsError(f"{PREFIX}ADDRESS is missing: other variables say how it is served")
-    return own, None if args.address is None else ServerOptions.from_args(args)
+    return options, None if args.address is None else ServerOptions.from_args(args)
 
 
 def vllm_version() -> str:

@@ -94,26 +94,26 @@ class RunningTexts:
         """
         last = {text.row: text for text in sorted(self._texts, key=lambda text: text.seen_at)}
         left = list(self._texts)
-        found: dict[int, VllmText] = {}
+        by_row: dict[int, VllmText] = {}
         for row, new in enumerate(sampled):
             text = last.get(row)
             if new and text is not None and text.continues(rows[row, : lengths[row]], len(new)):
-                found[row] = text
+                by_row[row] = text
                 left.remove(text)
         known = all(map(len, sampled))
         for row, new in enumerate(sampled):
-            if row in found or not new:
+            if row in by_row or not new:
                 continue
             tokens = rows[row, : lengths[row]]
-            text = next((each for each in left if each.continues(tokens, len(new))), None)
+            text = next((text for text in left if text.continues(tokens, len(new))), None)
             if text is not None:
-                found[row] = text
+                by_row[row] = text
                 left.remove(text)
         texts: dict[VllmText, list[int]] = {}
         for row, new in enumerate(sampled):
             tokens = rows[row, : lengths[row]]
-            if row in found:
-                texts[found[row]] = found[row].extend(row, tokens, len(new))
+            if row in by_row:
+                texts[by_row[row]] = by_row[row].extend(row, tokens, len(new))
             elif new:
                 known = False
                 ids: list[int] = tokens.tolist()

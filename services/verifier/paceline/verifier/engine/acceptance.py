@@ -326,12 +326,12 @@ def _read(
     best = () if likely is None else best_candidates(likely.float(), WIDTH)
     _keep(entries, chosen, tokens, states)
     meanwhile()
-    wanted = [each for each in (tokens, copied, *best) if each is not None]
+    wanted = [tensor for tensor in (tokens, copied, *best) if tensor is not None]
     on_host = device_of(logits.device).receive(wanted)
     numbers = [] if tokens is None else on_host.pop(0).tolist()
     none = torch.empty(0, logits.shape[1])
     parts = _split(none if copied is None else on_host.pop(0), needed)
-    candidates = list(zip(*(_split(each, recycled) for each in on_host), strict=True))
+    candidates = list(zip(*(_split(tensor, recycled) for tensor in on_host), strict=True))
     return [
         _Read(
             parts[index],

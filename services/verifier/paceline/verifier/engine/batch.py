@@ -70,17 +70,17 @@ class BatchObserver:
         self._observed.append(_Observed(observer, index, nodes, rows))
 
     def probes(self, layer: int) -> Sequence[Probe]:
-        observers = [each.observer for each in self._observed if layer in each.observer.layers]
+        observers = [part.observer for part in self._observed if layer in part.observer.layers]
         return [probe for observer in observers for probe in observer.probes(layer)]
 
     def rows(self, layer: int) -> Sequence[int]:
-        return [row for each in self._querying(layer) for row in each.rows]
+        return [row for part in self._querying(layer) for row in part.rows]
 
     def attended(self, layer: int, q: Tensor) -> None:
         querying = self._querying(layer)
-        parts = q.split([len(each.rows) for each in querying])
-        for each, part in zip(querying, parts, strict=True):
-            each.observer.attended(layer, part)
+        queries = q.split([len(part.rows) for part in querying])
+        for part, rows in zip(querying, queries, strict=True):
+            part.observer.attended(layer, rows)
 
     def scratch(self, windows: Sequence[int | None]) -> tuple[tuple[int, ...], list[ProbedBlock]]:
         """Return what a captured graph has to store: layers, and blocks with scratch buffers.
@@ -89,31 +89,31 @@ class BatchObserver:
         layers for all, of layers without a window (``windows``: of each layer, or None), and once
         for each block.
         """
-        observed = {tuple(each.observer.layers) for each in self._observed}
-        if len(observed) != 1 or len({e.block for e in self._observed}) < len(self._observed):
+        observed = {tuple(part.observer.layers) for part in self._observed}
+        if len(observed) != 1 or len({part.block for part in self._observed}) < len(self._observed):
             return (), []
         (layers,) = observed
         if any(windows[layer] is not None for layer in layers):
             return (), []
         blocks = []
-        for each in self._observed:
-            scratch = each.observer.scratch()
+        for part in self._observed:
+            scratch = part.observer.scratch()
             if scratch is None:
                 return (), []
-            weights = each.observer.weights
-            blocks.append(ProbedBlock(each.block, each.nodes, scratch, weights))
+            weights = part.observer.weights
+            blocks.append(ProbedBlock(part.block, part.nodes, scratch, weights))
         return layers, blocks
 
     def publish(self, q_heads: int) -> None:
         """Called when the pass of a model with so many query heads has ended."""
-        for each in self._observed:
-            each.observer.publish(q_heads)
+        for part in self._observed:
+            part.observer.publish(q_heads)
 
     def _querying(self, layer: int) -> list[_Observed]:
         return [
-            each
-            for each in self._observed
-            if each.observer.wants_queries and layer in each.observer.layers
+            part
+            for part in self._observed
+            if part.observer.wants_queries and layer in part.observer.layers
         ]
 
 
@@ -244,7 +244,7 @@ class Batch:
         ends or drafts, while the GPU computes."""
         plain = all(isinstance(e.job, Decode) and not len(e.tree) for e in self.entries)
         if plain and not len(self._observer):
-            blocks = [QueryBlock(each.sequence, each.start + 1, None, 1) for each in self._blocks]
+            blocks = [QueryBlock(last.sequence, last.start + 1, None, 1) for last in self._blocks]
             graphs.prepare(blocks, [cache.row for cache in self._caches], sorted(self._taps))
 
     def _replay(

@@ -154,7 +154,7 @@ class Drafting:
         """The drafters of a service changed; sequences of those that are gone are closed."""
         link.drafters = drafters
         self._note_defaults()
-        names = {each.name for each in drafters.drafters}
+        names = {drafter.name for drafter in drafters.drafters}
         for sequence in list(link.sequences.values()):
             if sequence.name not in names:
                 link.close(sequence.number)
@@ -177,7 +177,7 @@ class Drafting:
         """Note the default drafter of each service and its methods: to read the messages for each
         step of each generation would take longer than a look-up."""
         self._defaults = [
-            (name, tuple(each.method for each in link.drafters.drafters if each.name == name))
+            (name, tuple(info.method for info in link.drafters.drafters if info.name == name))
             for link in self.links
             if (name := link.drafters.default_drafter)
         ]
@@ -265,9 +265,9 @@ class Drafting:
         longer than usual (time.perf_counter)."""
         asked = [job.at_drafter for job in self.waiting]
         return [
-            each.asked_at + _USUAL * each.usual
-            for each in asked
-            if each is not None and each.usual is not None
+            sequence.asked_at + _USUAL * sequence.usual
+            for sequence in asked
+            if sequence is not None and sequence.usual is not None
         ]
 
     @property

@@ -342,9 +342,9 @@ class Engine:
                     raise error
                 alone = Batch.of(entry)
                 outputs = self._run_batch(alone)
-            except Exception as own:
-                _log.warning("a step failed for one sequence alone: %s", own)
-                self._queue.fail(entry.job, StepFailed(f"the model could not be run: {own}"))
+            except Exception as failure:
+                _log.warning("a step failed for one sequence alone: %s", failure)
+                self._queue.fail(entry.job, StepFailed(f"the model could not be run: {failure}"))
             else:
                 self._answer(alone.jobs, outputs, StepTimes(began, perf_counter(), len(alone)))
         self._check_device()

@@ -278,9 +278,9 @@ class CachedSequence:
         rows = [node + 1 for node in output.accepted[: len(output.tokens) - 1]]
         in_order = not rows or rows[-1] == len(rows)
         if not (in_order or moved):
-            self.kv.compact([anchor + each for each in rows], anchor + 1)
+            self.kv.compact([anchor + offset for offset in rows], anchor + 1)
         if anchor >= self.committed:  # not after a prefill, which committed the whole text
-            path = [row, *(row + each for each in rows)]
+            path = [row, *(row + offset for offset in rows)]
             self.record(anchor, states, slice(row, row + len(path)) if in_order else path)
         self.tokens.extend(output.tokens)
         self.logprobs += output.logprobs

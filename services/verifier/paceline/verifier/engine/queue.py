@@ -89,12 +89,12 @@ class PrefixCache:
         with_states: CachedSequence | None = None
         layers = _layers(sequence)
         for key in chunk_keys(sequence.tokens[:-1], sequence.text.owner):
-            found = self._found.get(key)
-            if not found:
+            sequences = self._found.get(key)
+            if not sequences:
                 break
-            best = next(reversed(found))
+            best = next(reversed(sequences))
             if layers:
-                able = (each for each in reversed(found) if layers <= _layers(each))
+                able = (other for other in reversed(sequences) if layers <= _layers(other))
                 with_states = next(able, with_states)
         if best is not None and with_states is not None:
             best = max(with_states, best, key=sequence.common_prefix)
@@ -112,9 +112,9 @@ class PrefixCache:
     def close(self, sequence: CachedSequence) -> None:
         """Free the memory of a sequence, which is not found any more."""
         for key in self._keys.pop(sequence, ()):
-            found = self._found[key]
-            del found[sequence]
-            if not found:
+            sequences = self._found[key]
+            del sequences[sequence]
+            if not sequences:
                 del self._found[key]
         self._kept.pop(sequence, None)
         sequence.kv.close()

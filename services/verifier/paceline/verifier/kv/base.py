@@ -142,8 +142,8 @@ class TapRows(ABC):
 def host_bytes(rows: Tensor) -> NDArray[np.uint8]:
     """The bytes of rows on the CPU, in their memory: NumPy has no bfloat16, and copies a few short
     rows in a third of PyTorch's time."""
-    found: NDArray[np.uint8] = rows.view(torch.uint8).numpy()
-    return found
+    raw: NDArray[np.uint8] = rows.view(torch.uint8).numpy()
+    return raw
 
 
 def round_up(tokens: int) -> int:

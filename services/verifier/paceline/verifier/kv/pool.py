@@ -313,7 +313,7 @@ class TapPages(TapRows):
         """Return pages and rows in them, int64 ``[n * layers]`` on the CPU, of the layers at each
         position; None: of all."""
         kept = self.layout.taps.layers
-        indices = range(len(kept)) if layers is None else [kept.index(each) for each in layers]
+        indices = range(len(kept)) if layers is None else [kept.index(layer) for layer in layers]
         slots = positions % self.layout.slots
         rows = (slots[:, None] * len(kept) + torch.tensor([*indices])).flatten()
         size = self.pool.states.shape[1]
@@ -327,17 +327,17 @@ class TapPages(TapRows):
         self._write(torch.arange(end - len(new), end), new.flatten(0, 1))
 
     def gather(self, layers: Sequence[int], begin: int, end: int) -> list[Tensor]:
-        found = self._read(torch.arange(begin, end), layers)
-        return [*found.view(end - begin, len(layers), -1).unbind(1)]
+        rows = self._read(torch.arange(begin, end), layers)
+        return [*rows.view(end - begin, len(layers), -1).unbind(1)]
 
     def copy(self, layers: Sequence[int], begin: int, end: int) -> list[Tensor]:
         with self.pool.beside_steps:
-            return [each.cpu() for each in self.gather(layers, begin, end)]
+            return [rows.cpu() for rows in self.gather(layers, begin, end)]
 
     def move(self, positions: list[int], start: int) -> None:
         """Move the rows at positions to ``start``, ``start + 1``, ..."""
-        found = self._read(torch.tensor(positions))
-        self._write(torch.arange(start, start + len(positions)), found)
+        rows = self._read(torch.tensor(positions))
+        self._write(torch.arange(start, start + len(positions)), rows)
 
     def copy_prefix(self, source: TapRows, tokens: int, committed: int) -> None:
         super().copy_prefix(source, tokens, committed)

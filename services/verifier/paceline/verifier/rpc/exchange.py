@@ -109,18 +109,18 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
         """Tell which layers are read, by drafters that were made for this target."""
         layers: dict[str, set[int]] = {}
         for link in self._links:
-            for each in link.drafters.drafters:
-                if each.hidden_state_layers and each.traffic_share > 0:
-                    layers.setdefault(each.name, set()).update(each.hidden_state_layers)
-        made = (found for found in layers.values() if max(found) < self._model.layers)
+            for drafter in link.drafters.drafters:
+                if drafter.hidden_state_layers and drafter.traffic_share > 0:
+                    layers.setdefault(drafter.name, set()).update(drafter.hidden_state_layers)
+        made = (numbers for numbers in layers.values() if max(numbers) < self._model.layers)
         if tapped := set[int]().union(*made):
             self.on_tapped(tuple(sorted(tapped)))
 
     def scored(self, drafter: str | None) -> set[tuple[str, tuple[int, ...]]]:
         """Selection policies of a drafter (see :meth:`taps`) that score positions, and layers."""
         links = (link.drafters for link in self._links)
-        found = eligible(links, drafter) if drafter is not None else ()
-        return {(each.kv_policy, tuple(each.scored_layers)) for each in found if each.kv_policy}
+        drafters = eligible(links, drafter) if drafter is not None else ()
+        return {(info.kv_policy, tuple(info.scored_layers)) for info in drafters if info.kv_policy}
 
     async def start(self) -> None:
         """Open the socket. Raises ``OptionsError`` if its path cannot be used."""
@@ -244,7 +244,7 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
         lists = 1
         put(exchange_pb2.JoinResponse(lists=lists))
         writing = asyncio.create_task(_write_all(outgoing, context))
-        names = sorted({each.name for each in drafters.drafters})
+        names = sorted({drafter.name for drafter in drafters.drafters})
         if len(names) > limits.LOGGED_NAMES:
             names[limits.LOGGED_NAMES :] = [f"{len(names) - limits.LOGGED_NAMES} more"]
         extra = {"carrier": link.carrier, "drafters": names}
@@ -292,10 +292,10 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
         if link.socket is None:
             await self._engine.with_drafting(lambda drafting: drafting.receive(link, message))
 
-    def _check_room(self, drafters: exchange_pb2.DrafterList, own: Link | None = None) -> None:
-        """The lists of all services, besides an earlier one of ``own``, are bounded. Raises
+    def _check_room(self, drafters: exchange_pb2.DrafterList, updated: Link | None = None) -> None:
+        """The lists of all services, besides an earlier one of ``updated``, are bounded. Raises
         ``ServiceError``: there is no room for another."""
-        others = sum(link.drafters.ByteSize() for link in self._links if link is not own)
+        others = sum(link.drafters.ByteSize() for link in self._links if link is not updated)
         if others + drafters.ByteSize() > limits.DRAFTER_LISTS_BYTES:
             raise ServiceError.resource_exhausted(
                 "TOO_MANY_DRAFTERS",
@@ -307,9 +307,9 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
     def _check_names(self, drafters: exchange_pb2.DrafterList, known: bool) -> None:
         """Names that a known service offers are not for an unknown one, which loses those that a
         known one brings. Raises ``ServiceError`` if a name is taken."""
-        names = {each.name for each in drafters.drafters}
+        names = {drafter.name for drafter in drafters.drafters}
         for link in self._links:
-            taken = names & {each.name for each in link.drafters.drafters}
+            taken = names & {drafter.name for drafter in link.drafters.drafters}
             if not taken or link.known == known:
                 continue
             error = ServiceError.failed_precondition(
@@ -377,8 +377,8 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
         need a token, for then what it shows was given to somebody who has it."""
         if self._needs_token:
             return True
-        found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        _, user, _ = _CREDENTIALS.unpack(found)
+        peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        _, user, _ = _CREDENTIALS.unpack(peer)
         if user in (_ROOT, os.getuid()):
             return True
         if user not in self._refused:  # each time would fill the disk
@@ -424,7 +424,7 @@ def _checked(message: exchange_pb2.JoinRequest) -> exchange_pb2.DrafterList:
         )
     # GetModel sends the lists of all services to every client.
     listed: Iterable[drafter_pb2.DrafterInfo] = message.drafters.drafters
-    names = [text for each in listed for text in (each.name, each.version, each.method)]
+    names = [text for drafter in listed for text in (drafter.name, drafter.version, drafter.method)]
     if (
         len(message.drafters.drafters) > limits.DRAFTERS
         or max(map(len, (message.drafters.default_drafter, *names))) > limits.NAME_CHARS

@@ -348,7 +348,7 @@ def _policy(name: str, kv: SequenceKv, layers: Sequence[int]) -> SelectionPolicy
     windowed = [bool(kv.layout.windows and kv.layout.windows[layer]) for layer in layers]
     if all(windowed):
         return Streaming(kv, layers)
-    dense = [layer for layer, each in zip(layers, windowed, strict=True) if not each]
+    dense = [layer for layer, in_window in zip(layers, windowed, strict=True) if not in_window]
     policy = factory(kv, dense)
     return InWindows(policy, windowed) if any(windowed) else policy
 

@@ -138,12 +138,12 @@ class SequenceState:
         much for each token as they would have so far, in a text as long as others or twice as long
         as it is.
         """
-        own = self.own
+        account = self.own
         # Where drafts bring less than they take, the balance allows attempts without a local tree.
-        if max(own.tokens, own.cost) - local < own.cost * (1.0 + local):
+        if max(account.tokens, account.cost) - local < account.cost * (1.0 + local):
             return False
         if not self._opened:
-            self._missed += max(_SHARE, own.tokens - own.cost)
+            self._missed += max(_SHARE, account.tokens - account.cost)
             more = max(1.0, self._drafter.emitted / (self._emitted + _FEW))
             return self._missed * more >= _MARGIN * self._drafter.reading * self._length
         return True
@@ -330,7 +330,7 @@ class Drafters:
         """What another process may begin with: what drafts take is measured by each process."""
         kept = ("balance", "exponent", "nodes", "emitted")
         named = self._named.items()
-        return {name: {field: getattr(each, field) for field in kept} for name, each in named}
+        return {name: {field: getattr(account, field) for field in kept} for name, account in named}
 
     def load_json(self, stored: dict[str, Any]) -> None:
         """Take over those of an earlier process."""

@@ -57,10 +57,10 @@ class CostTable:
             len(self.tokens) == len(self.seconds) >= 2
             and self.tokens[0] > 0
             and all(a < b for a, b in pairwise(self.tokens))
-            and all(0 < each < float("inf") for each in self.seconds)
+            and all(0 < time < float("inf") for time in self.seconds)
             and all(
-                0 <= each < float("inf")
-                for each in (self.per_sequence, self.per_kv, self.per_attended)
+                0 <= time < float("inf")
+                for time in (self.per_sequence, self.per_kv, self.per_attended)
             )
         )
         if not valid:
@@ -103,7 +103,7 @@ class Costs:
         ``context`` is the number of KV tokens that each batch token attends to, on average.
         """
         times = _seconds(self.profiled, self._seconds, sequences, tokens, context, nodes)
-        return [self.scale * each for each in times]
+        return [self.scale * time for time in times]
 
     def observe(self, sequences: int, tokens: int, context: float, seconds: float) -> None:
         """Learn from a step that took ``seconds``; the other arguments are as above."""
@@ -128,8 +128,8 @@ class Costs:
 
     def load_json(self, stored: Mapping[str, Any]) -> None:
         """Take over corrections of an earlier process, if they are for such a table."""
-        scale, seconds = float(stored["scale"]), [float(each) for each in stored["seconds"]]
-        fits = len(seconds) == len(self._seconds) and all(0 < each < 1e3 for each in seconds)
+        scale, seconds = float(stored["scale"]), [float(time) for time in stored["seconds"]]
+        fits = len(seconds) == len(self._seconds) and all(0 < time < 1e3 for time in seconds)
         if fits and 0.001 < scale < 1000:
             self.scale, self._seconds, self._steps = scale, seconds, FIRST_STEPS
 
@@ -169,7 +169,7 @@ def flat_table() -> CostTable:
 def rising_table() -> CostTable:
     """A table for processors whose steps cannot be profiled: each batch token after the first makes
     a step longer by a share that is usual for small models on a few cores."""
-    return CostTable(TOKENS, tuple(0.01 * (1 + _USUAL_RISE * (each - 1)) for each in TOKENS))
+    return CostTable(TOKENS, tuple(0.01 * (1 + _USUAL_RISE * (tokens - 1)) for tokens in TOKENS))
 
 
 def profile(decoder: Decoder, max_context: int, seconds: float = _PROFILE_SECONDS) -> CostTable:
@@ -190,9 +190,9 @@ def profile(decoder: Decoder, max_context: int, seconds: float = _PROFILE_SECOND
     per_sequence = max(0.0, extra - _NEAR * per_kv)
     per_attended = max(0.0, (one_far - one) / (far - _NEAR) - per_kv) / _SPLIT
     times: list[float] = []
-    for tokens, measured in reversed(list(zip(axis, points, strict=True))):
-        own = -(-tokens // _ROWS) * (per_sequence + _NEAR * per_kv) + tokens * _NEAR * per_attended
-        rest = max(measured - own, measured / 2)
+    for count, measured in reversed(list(zip(axis, points, strict=True))):
+        added = -(-count // _ROWS) * (per_sequence + _NEAR * per_kv) + count * _NEAR * per_attended
+        rest = max(measured - added, measured / 2)
         times.append(
             min([rest, *times[-1:]])
         )  # noise only adds time: no step is above a larger one
@@ -209,7 +209,7 @@ def _min_seconds(run: Run, steps: Sequence[tuple[int, int, int]], seconds: float
     begun = perf_counter()
     times = [float("inf")] * len(steps)
     while True:
-        times = [min(best, run(*each), run(*each)) for best, each in zip(times, steps, strict=True)]
+        times = [min(best, run(*step), run(*step)) for best, step in zip(times, steps, strict=True)]
         if perf_counter() - begun > seconds:
             return times
 

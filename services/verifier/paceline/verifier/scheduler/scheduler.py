@@ -136,7 +136,7 @@ class Scheduler:
                 for job, tree in zip(jobs, trees, strict=True)
             )
             counts = admit(
-                survivals, len(jobs), [self._idle + each for each in times], causal=causal
+                survivals, len(jobs), [self._idle + time for time in times], causal=causal
             )
             for job, tree, state, count in zip(jobs, trees, states, counts, strict=True):
                 if len(tree) and job.asked and not job.text.sampling.rejection:
@@ -147,7 +147,7 @@ class Scheduler:
             plain = not away and not drafted and not any(state.busy for state in states)
         self._plan = _Plan(
             jobs,
-            [sum(each[:count]) for each, count in zip(survivals, counts, strict=True)],
+            [sum(nodes[:count]) for nodes, count in zip(survivals, counts, strict=True)],
             counts,
             plain_seconds,
             tokens > len(jobs),
@@ -170,7 +170,7 @@ class Scheduler:
         passed = (self._now() - self._ended) / self._clock.seconds(streams, plain)
         limit = max(plain * (MAX_GAP - passed), beside + plain * MAX_GAP / 2) / self._prompts
         first, *times = self.costs.profiled_seconds(1, rounds, begins, max_tokens)
-        room = sum(beside + each - first <= limit for each in times)
+        room = sum(beside + time - first <= limit for time in times)
         return min(max_tokens, max(MIN_PROMPT, room))
 
     def hold(self, ready: int, arrivals: Sequence[float]) -> float:
@@ -295,7 +295,7 @@ class Scheduler:
         if self._least is None:
             load = self._load
             times = self.costs.seconds(load, load, self._context, _AHEAD)
-            self._least = min_survival(load, [self._idle + each for each in times])
+            self._least = min_survival(load, [self._idle + time for time in times])
         return self._least
 
     def budget(self, job: DraftedText) -> int:
@@ -351,7 +351,7 @@ class Scheduler:
         """
         payers = list(zip(here, plan.nodes, strict=True))
         if not any(plan.nodes):
-            states = (each for named in self._states.values() for each in named.values())
+            states = (state for named in self._states.values() for state in named.values())
             payers = [(state, 1) for state in states if state.busy]
         _share(max(0.0, passed - 1.0), here, payers)
 
@@ -399,7 +399,7 @@ def admit(
     Returns:
         For each tree the number of its first nodes to verify.
     """
-    nodes = [(-each, owner) for owner, tree in enumerate(survivals) for each in tree]
+    nodes = [(-survival, owner) for owner, tree in enumerate(survivals) for survival in tree]
     nodes.sort(key=lambda node: node[0])  # stable: of equal nodes, parents first
     expected, cut = float(emitted), 0
     best = expected / seconds[0]
@@ -424,7 +424,7 @@ def min_survival(emitted: int, seconds: Sequence[float]) -> float:
     none of trees whose nodes are all less likely, and sources need not make them.
     """
     plain, *others = seconds
-    return emitted * min((each / plain - 1) / nodes for nodes, each in enumerate(others, 1))
+    return emitted * min((time / plain - 1) / nodes for nodes, time in enumerate(others, 1))
 
 
 def _survivals(job: DraftedText, tree: TokenTree, state: SequenceState) -> list[float]:
