@@ -78,7 +78,7 @@ class PacelineProposer:
         invalid, or the address cannot be served."""
         log_beside_others()
         settings = self._settings = Settings.read(vllm_config)
-        model, options = settings.model, settings.own
+        model, options = settings.model, settings.options
         self.address = ""  # where drafter services join; empty if they cannot
         self._lock = DraftingLock(self._read_tree)
         self._texts = RunningTexts(model.max_context, lookup=options.lookup == "on")
@@ -208,16 +208,16 @@ class PacelineProposer:
     def _ask(self, drafting: Drafting, text: VllmText, now: float) -> None:
         """Look the text up, and request a tree of it where that may be worth more. Each of both
         drafts only where that has paid."""
-        text.found, text.asked_service = EMPTY, False
+        text.looked_up, text.asked_service = EMPTY, False
         text.no_draft = NoDraft.NODE_BUDGET
         if self._looks_up and (nodes := self._budget(text, LOOKUP.name)):
             text.no_draft = NoDraft.EMPTY
-            text.found = text.look_up(nodes)
-            if text.found:
+            text.looked_up = text.look_up(nodes)
+            if text.looked_up:
                 self._scheduler.budget_sent(text, nodes)
         if (name := drafting.name_of(text)) is None or not (nodes := self._budget(text, name)):
             return
-        if not (self._always or self._scheduler.asks(text, text.found)):
+        if not (self._always or self._scheduler.asks(text, text.looked_up)):
             return
         text.no_draft = NoDraft.EMPTY
         text.timeout, wait = self._times(text)
@@ -239,7 +239,7 @@ class PacelineProposer:
     def _times(self, text: VllmText) -> tuple[float, float]:
         """How long a service may draft, and how long it is waited for: a fifth of a step more than
         it usually takes. A tree that comes later tells how long that is. Unit: seconds."""
-        if (timeout := self._settings.own.timeout) is not None:
+        if (timeout := self._settings.options.timeout) is not None:
             return timeout, timeout
         step = self._step_seconds or _UNKNOWN_STEP
         at = text.at_drafter
@@ -286,8 +286,8 @@ class PacelineProposer:
             self._disturbed = True
         elif text.asked_service:
             text.rest = 0
-        if text.found and sum(text.found.survivals) > sum(text.tree.survivals):
-            text.set_draft(Draft(text.found, LOOKUP))
+        if text.looked_up and sum(text.looked_up.survivals) > sum(text.tree.survivals):
+            text.set_draft(Draft(text.looked_up, LOOKUP))
             text.drafted_by = LOOKUP.name
         elif name := self._asked.get(text):
             text.drafted_by = name

@@ -60,7 +60,7 @@ class Settings:
     tokens: int  # most tokens of a chain
     leads: bool  # Whether this worker drafts. Of tensor-parallel workers vLLM asks the first alone.
     on_cpu: bool  # whether the model runs on a processor, where each row of a step costs time
-    own: VllmOptions  # the proposer's own
+    options: VllmOptions  # the proposer's own
     server: ServerOptions | None  # where drafter services join; None: they cannot
 
     @classmethod

@@ -36,7 +36,7 @@ class VllmText(DraftedText):
         self.lookup = None if owner is None else NgramSource(_OPTIONS, text.tokens, owner)
         self.row = row  # in the newest batch
         self.seen_at = perf_counter()  # when a batch had it last
-        self.found = EMPTY  # the chain that was looked up for the next step
+        self.looked_up = EMPTY  # the chain that was looked up for the next step
         self.asked_service = False  # whether a service was asked for the next step
         self.rest = 0  # steps of its newest rest, in which no service is asked
         self.rests_until = 0  # the step that ends it

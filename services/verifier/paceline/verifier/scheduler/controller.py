@@ -105,7 +105,7 @@ class SequenceState:
     def __init__(self, drafter: Account, now: float, length: int) -> None:
         """Begin with the account of the drafter, for a text of ``length`` tokens; ``now`` is the
         reading of the plain clock."""
-        self.own = replace(drafter, balance=min(_START, drafter.balance))  # its account
+        self.account = replace(drafter, balance=min(_START, drafter.balance))  # for this text
         self.drafting = False  # whether its round has a draft, or the round before had one
         # Net tokens that this sequence's drafting has cost the other sequences since its last
         # answer.
@@ -123,7 +123,7 @@ class SequenceState:
 
     @property
     def drafts(self) -> bool:
-        return self.own.balance > 0
+        return self.account.balance > 0
 
     @property
     def busy(self) -> bool:
@@ -138,7 +138,7 @@ class SequenceState:
         much for each token as they would have so far, in a text as long as others or twice as long
         as it is.
         """
-        account = self.own
+        account = self.account
         # Where drafts bring less than they take, the balance allows attempts without a local tree.
         if max(account.tokens, account.cost) - local < account.cost * (1.0 + local):
             return False
@@ -157,10 +157,10 @@ class SequenceState:
         """A tree was requested with this budget; 0: the next step is plain."""
         self._opened |= budget > 0
         self._began = now
-        if budget > 0 and self._suspended and self.own.balance < _START:
+        if budget > 0 and self._suspended and self.account.balance < _START:
             # An attempt after a suspension counts on the drafter's own confidences: by those that
             # led to the suspension, no node would be verified and nothing learnt.
-            self.own.exponent = 1.0
+            self.account.exponent = 1.0
         self._suspended = not budget
         self.drafting |= budget > 0
 
@@ -175,9 +175,9 @@ class SequenceState:
         else:
             self._decoded(emitted)
         if tree:
-            for account in (self.own, drafter):
+            for account in (self.account, drafter):
                 account.verified(emitted, min(passed, OUTLIER))
-        drafter.nodes, drafter.exponent = self.own.nodes, self.own.exponent
+        drafter.nodes, drafter.exponent = self.account.nodes, self.account.exponent
         # The round after a tree counts too: the way back to plain decoding is part of its cost.
         self.drafting, self.reading = tree, False
         self._began, self.owed = now, 0.0
@@ -193,14 +193,14 @@ class SequenceState:
         self._began, self.owed = now, 0.0
 
     def _drafted(self, gain: float) -> None:
-        drafter, before = self._drafter, self.own.balance
+        drafter, before = self._drafter, self.account.balance
         paying = drafter.paying
         self._end_reading()
-        self.own.drafted(gain, paying=paying)
+        self.account.drafted(gain, paying=paying)
         drafter.drafted(gain, paying=paying)
-        if self.own.paying:
+        if self.account.paying:
             self._share = _SHARE_IF_PAYING
-        elif self.own.balance <= 0 < before:
+        elif self.account.balance <= 0 < before:
             self._share = max(_LEAST_IF_PAYING, self._share / 2)
 
     def end(self) -> None:
@@ -226,7 +226,7 @@ class SequenceState:
     def _decoded(self, emitted: int) -> None:
         drafter = self._drafter
         self._end_reading()
-        self.own.decoded((self._share if drafter.paying else _SHARE) * emitted)
+        self.account.decoded((self._share if drafter.paying else _SHARE) * emitted)
         drafter.decoded(_SHARE * emitted)
 
 

@@ -140,7 +140,7 @@ class Scheduler:
             )
             for job, tree, state, count in zip(jobs, trees, states, counts, strict=True):
                 if len(tree) and job.asked and not job.text.sampling.rejection:
-                    state.own.admitted(len(tree), count)
+                    state.account.admitted(len(tree), count)
         if self._lockstep:
             plain = not any(counts)
         else:
@@ -276,7 +276,7 @@ class Scheduler:
         """Credit the drafter of a text with the tokens of a step that verified so many nodes, whose
         survivals sum to ``expected``."""
         if nodes and job.asked and not job.text.sampling.rejection:
-            state.own.accepted(expected, len(output.accepted))
+            state.account.accepted(expected, len(output.accepted))
         emitted = len(output.tokens)
         if job.asked:  # not with what the local tree alone would have brought
             emitted -= accepted_tokens(job.guess, output.tokens)
@@ -303,7 +303,7 @@ class Scheduler:
         state = self._state(job)
         if not (self._clock.known(self._load) and state.drafts):
             return 0
-        return max(1, min(self._max_nodes, round(state.own.nodes)))
+        return max(1, min(self._max_nodes, round(state.account.nodes)))
 
     def budget_sent(self, job: DraftedText, budget: int) -> None:
         """The next tree was requested with this budget; 0: the next step is plain."""
@@ -436,7 +436,7 @@ def _survivals(job: DraftedText, tree: TokenTree, state: SequenceState) -> list[
     """
     if job.text.sampling.rejection or not job.asked:
         return list(tree.survivals)  # of a local tree they are learnt where it is made
-    return [survival**state.own.exponent for survival in tree.survivals]
+    return [survival**state.account.exponent for survival in tree.survivals]
 
 
 def load_scheduler(
