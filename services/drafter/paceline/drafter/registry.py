@@ -193,7 +193,7 @@ class Registry:
         return next(iter(self._versions), "")
 
     def versions(self) -> list[Version]:
-        """All versions, sorted by name, then load order."""
+        """Return all versions, sorted by name, then load order."""
         return [version for _, versions in sorted(self._versions.items()) for version in versions]
 
     async def load(self, spec: DrafterSpec, *, activate: bool = False) -> Version:
@@ -289,13 +289,11 @@ class Registry:
         self.on_change()
 
     def choose(self, name: str, version: str = "") -> Version:
-        """The version for a new generation: the requested one, or one by share.
+        """Return the version for a new generation: the requested one, or one by share.
 
         This is smooth weighted round-robin: of any n consecutive generations a version gets its
-        share of n, plus or minus one.
-
-        An empty name is the default one. Raises ``ServiceError``: DRAFTER_NOT_FOUND, or
-        UNAVAILABLE with DRAFTER_DRAINING.
+        share of n, plus or minus one. An empty name is the default one. Raises ``ServiceError``:
+        DRAFTER_NOT_FOUND, or UNAVAILABLE with DRAFTER_DRAINING.
         """
         name = name or self.default_name
         if version:
@@ -392,20 +390,20 @@ class Registry:
         return False
 
     def _of(self, name: str) -> list[Version]:
-        """The versions of a name, draining ones included."""
+        """Return the versions of a name, draining ones too."""
         return self._versions.get(name, [])
 
     def _active(self, name: str) -> list[Version]:
-        """The versions of a name that have a share of new generations."""
+        """Return the versions of a name that have a share of new generations."""
         return [version for version in tuple(self._of(name)) if version.share]
 
     def replacement(self, version: Version) -> Version | None:
-        """The other active version of its name with the largest share. Any thread."""
+        """Return the other active version of its name with the largest share. Any thread."""
         others = [other for other in self._active(version.spec.name) if other is not version]
         return max(others, key=lambda v: v.share, default=None)
 
     def _find(self, name: str, version: str) -> Version:
-        """A version by name and version. Raises ``ServiceError``: DRAFTER_NOT_FOUND."""
+        """Return a version. Raises ``ServiceError`` DRAFTER_NOT_FOUND if there is none."""
         for loaded in self._of(name):
             if loaded.version == version:
                 return loaded
@@ -450,14 +448,14 @@ class Registry:
             self._set_shares(name, {loaded[-1]: 1.0})
 
     def _next_number(self, name: str, taken: set[str]) -> str:
-        """A version number that no loaded version has had and that is not ``taken``."""
+        """Return a number that no loaded version has had and that is not ``taken``."""
         number = self._numbers.get(name, 0) + 1
         while str(number) in taken:
             number += 1
         return str(number)
 
     def _not_found(self, name: str, version: str = "") -> ServiceError:
-        """The error for a name or version that is not loaded."""
+        """Return the error for a name or version that is not loaded."""
         loaded = ", ".join(
             f"{v.spec.name} {v.version}" for versions in self._versions.values() for v in versions
         )

@@ -127,7 +127,7 @@ class DrafterService:
         self._load, self._parts, self._device = list(load), parts, device
 
     def facts(self) -> dict[str, object]:
-        """The drafters, their device and the verifiers to join, for the log."""
+        """Return the drafters, their device and the verifiers to join, for the log."""
         return {
             "drafters": [
                 f"{version.spec.name}@{version.version} ({version.spec.method})"
@@ -153,7 +153,7 @@ class DrafterService:
 
     async def fault(self) -> None:
         """Wait until the device is lost: every other failure is that of one drafter, sequence or
-        verifier. Raises ``DeviceLost``: it is."""
+        verifier. Raises ``DeviceLost`` then."""
         await self._parts.worker.lost()
 
     async def drain(self) -> None:

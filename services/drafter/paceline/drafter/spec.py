@@ -86,8 +86,8 @@ class Roots:
         self._roots = tuple(dict.fromkeys(root.resolve() for root in roots))
 
     def check(self, folder: Path) -> Path:
-        """The folder with all links resolved. Raises ``LoadError`` if it is not below a root, or
-        does not exist."""
+        """Return a folder with all links resolved. Raises ``LoadError`` if it is not below a root,
+        or does not exist."""
         try:
             resolved = folder.resolve()
         except (OSError, ValueError, RuntimeError) as error:  # a zero byte, a cycle of links

@@ -304,7 +304,7 @@ class DraftWorker:
             done()
 
     def _warm(self, session: Session) -> float:
-        """Process one slice of a backlog; returns the time that it took. Unit: seconds."""
+        """Process one slice of a backlog, and return the time that it took. Unit: seconds."""
         begun = time.monotonic()
         session.sequence.warm(self._slice)
         spent = time.monotonic() - begun
@@ -329,7 +329,7 @@ class DraftWorker:
         job.answer(error)
 
     def _run_logged(self, call: Callable[[], object]) -> bool:
-        """Run a function and log what it raises. Returns whether it raised nothing."""
+        """Run a function and log what it raises. Return whether it raised nothing."""
         try:
             call()
         except Exception:

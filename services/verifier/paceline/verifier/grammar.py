@@ -408,7 +408,7 @@ class Guide:
         return sorted(accepted)
 
     def accepts(self, tokens: Sequence[int]) -> int:
-        """How many of these tokens may come next, one after the other."""
+        """Return how many of these tokens may come next, one after the other."""
         return int(self._matcher.validate_tokens(list(tokens)))
 
     def push(self, token: int) -> None:
@@ -440,7 +440,7 @@ class Guide:
         self._matcher.consume_tokens(self._path[: self._length])
 
     def _check(self) -> None:
-        """Raises ``GrammarError`` if the library has failed. The text is as before."""
+        """Check the library. Raises ``GrammarError`` if it has failed; the text is as before."""
         if self._matcher.is_error():
             why = self._matcher.get_error()
             self._lexer.failed |= why.startswith("lexer")

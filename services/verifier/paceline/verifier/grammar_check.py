@@ -28,8 +28,8 @@ _SYMBOL = re.compile(r"[\w-]+|\{[^}]*\}|\S")
 
 
 def _load(name: str, path: str) -> ModuleType:
-    """The module of a file, without the package around it, whose imports take longer than most
-    constraints."""
+    """Import the module of a file, without the package around it, whose imports take longer than
+    most constraints."""
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None, "the path is of a module"
     assert spec.loader is not None, "the path is of a module"
@@ -40,13 +40,13 @@ def _load(name: str, path: str) -> ModuleType:
 
 
 def _memory() -> int:
-    """Memory of this process. Unit: bytes."""
+    """Return the memory of this process. Unit: bytes."""
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
 def _without_spent_patterns(library: Any, schemas: Any, source: str) -> str:
-    """A JSON schema in which patterns that match no names but those of properties are parts of
+    """Return a JSON schema in which patterns that match names of properties alone are parts of
     these properties. The library would let a text begin another property."""
     root = json.loads(source)
     for schema in list(schemas(root)):
@@ -68,7 +68,7 @@ def _without_spent_patterns(library: Any, schemas: Any, source: str) -> str:
 
 
 def _may(library: Any, names: list[str], pattern: str, text: str) -> bool:
-    """Whether a text may be the beginning of an object with these names, and some of a pattern."""
+    """Return whether a text may begin an object with these names, and some of a pattern."""
     null = {"type": "null"}
     schema = {"properties": dict.fromkeys(names, null), "patternProperties": {pattern: null}}
     written = json.dumps({"type": "object", "additionalProperties": False, **schema})
@@ -85,7 +85,7 @@ def _may(library: Any, names: list[str], pattern: str, text: str) -> bool:
 
 
 def _unfinished(library: Any, lark: str) -> str:
-    """A rule or terminal of a grammar that no text completes; empty: there is none."""
+    """Return a rule or terminal of a grammar that no text completes; empty if there is none."""
     plain = _LITERAL.sub(_masked, lark)
     heads = list(_DEFINITION.finditer(plain))
     ends = [*(head.start() for head in heads[1:]), len(plain)]
@@ -115,14 +115,14 @@ def _unfinished(library: Any, lark: str) -> str:
 
 
 def _masked(literal: re.Match[str]) -> str:
-    """A number in the place of a literal, and nothing in that of a comment, of the same length."""
+    """Return a number for a literal, and blanks for a comment, of the same length."""
     comment = literal[0].startswith(("#", "//"))
     return ("" if comment else "0").ljust(len(literal[0]))
 
 
 def _completes(symbols: list[str], unfinished: set[str]) -> bool:
-    """Whether a text completes the body of a rule, up to its end or a closing bracket, if none
-    completes the ``unfinished`` rules. Takes the symbols from the end of the list."""
+    """Return whether a text completes the body of a rule, up to its end or a closing bracket, if
+    none completes the ``unfinished`` rules. Take the symbols from the end of the list."""
     choices, whole = [], True
     while symbols and (symbol := symbols.pop()) not in (")", "]"):
         if symbol == "|":

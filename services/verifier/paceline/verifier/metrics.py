@@ -329,7 +329,7 @@ class VerifierMetrics(RoundMetrics):
             self.add(_PER_TOKEN, per_token)
 
     def step(self, seconds: float, tokens: int, decided: float | None) -> None:
-        """The engine ran a step. Called on the engine thread."""
+        """Count a step of the engine. Called on the engine thread."""
         self.add(_STEPS, 1)
         self.add(_BUSY, seconds)
         self.add(_BATCH_TOKENS, tokens)
@@ -341,19 +341,19 @@ class VerifierMetrics(RoundMetrics):
             self.released(cache, "")
 
     def caches(self) -> list[Cache]:
-        """A copy, since others change while one is read."""
+        """Return a copy, since caches come and go while one is read."""
         return list(self.store)
 
     def used_bytes(self) -> int:
         return sum(cache.sequence.kv.reserved_bytes for cache in self.caches())
 
     def waiting(self) -> dict[str, int]:
-        """Number of jobs that wait for a step, by kind."""
+        """Return the number of jobs that wait for a step, by kind."""
         jobs = [cache.job for cache in self.caches() if cache.job is not None and cache.job.queued]
         prefills = sum(isinstance(job, Prefill) for job in jobs)
         return {"round": len(jobs) - prefills, "prefill": prefills}
 
     def links(self) -> dict[str, int]:
-        """Number of drafter services that have joined, by carrier."""
+        """Return the number of drafter services that have joined, by carrier."""
         carriers = Counter(verifier_pb2.Carrier.Name(service.carrier) for service in self._joined())
         return {name: carriers[f"CARRIER_{name.upper()}"] for name in ("socket", "stream")}

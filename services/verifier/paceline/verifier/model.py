@@ -29,7 +29,7 @@ class ModelInfo:
     tokenizer_gzip: bytes  # tokenizer.json, compressed; empty if the model has none
 
     def grammars(self) -> Grammars:
-        """A compiler of grammars for the model's tokens."""
+        """Return a compiler of grammars for the model's tokens."""
         tokenizer = gzip.decompress(self.tokenizer_gzip) if self.tokenizer_gzip else b""
         return Grammars(tokenizer, self.message.vocab_size, self.message.eos_token_ids)
 
@@ -52,7 +52,7 @@ class ModelInfo:
         message.numerics.extend(verifier_pb2.RuleOfNumerics(**values) for values in fields)
 
     def response(self, request: verifier_pb2.GetModelRequest) -> verifier_pb2.GetModelResponse:
-        """The response to one request, with the tokenizer if the client lacks it."""
+        """Return the response to a request, with the tokenizer if the client lacks it."""
         response = verifier_pb2.GetModelResponse()
         response.CopyFrom(self.message)
         known = request.known_tokenizer_digest == self.message.tokenizer_digest
@@ -112,8 +112,8 @@ def read_model_info(
 
 
 def _batch_invariance(decoder: Decoder, fingerprint: str) -> BatchInvariance:
-    """Result of the self-check, that of an earlier process with the same model and kernels if there
-    is."""
+    """Return the result of the self-check, which an earlier process with the same model and kernels
+    may have stored."""
     machine = cpu_kernels().file, processor_name(), torch.__version__, torch.get_num_threads()
     facts = ("batch invariance", fingerprint, decoder.config, decoder.numerics, *machine)
     return BatchInvariance(**remembered(facts, lambda: asdict(check_batch_invariance(decoder))))

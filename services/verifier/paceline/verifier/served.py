@@ -17,8 +17,8 @@ from paceline.verifier.kv.pool import PAGE_TOKENS, PagedKv, PagePool
 
 
 def check_steps(decoder: Decoder, graphs: GraphRunner | None, pool: PagePool) -> BatchInvariance:
-    """Whether the steps of a model on a GPU keep the bits of rows; for the thread that runs them,
-    while no text is served."""
+    """Check whether the steps of a model on a GPU keep the bits of rows, on the thread that runs
+    them, while no text is served."""
     if decoder.products is None:
         return BatchInvariance(
             False,
@@ -62,12 +62,12 @@ def check_steps(decoder: Decoder, graphs: GraphRunner | None, pool: PagePool) ->
 def check_states(
     decoder: Decoder, graphs: GraphRunner, cache: PagedKv, layers: tuple[int, ...], rows: int
 ) -> str:
-    """What the graph that returns hidden states changes, for a step of so many rows; for the thread
-    that runs steps, between two of them.
+    """Check what the graph that returns hidden states changes, for a step of so many rows, on the
+    thread that runs steps, between two of them.
 
     Its logits are compared with the logits of the graph without, which :func:`check_steps` has
     compared, and its hidden states, outputs of ``layers``, with a pass kernel by kernel, over a
-    ``cache`` that serves no text and has as many slots. Returns what differs; empty if nothing.
+    ``cache`` that serves no text and has as many slots. Return what differs; empty if nothing.
     """
     tokens = [token % decoder.config.vocab_size for token in range(rows)]
     starts = range(0, rows, MAX_TREE_NODES)

@@ -108,7 +108,7 @@ class VerifierService:
         return metrics
 
     def joined(self) -> list[verifier_pb2.JoinedService]:
-        """The drafter services that have joined, in order."""
+        """Return the drafter services that have joined, in order."""
         return self.exchange.joined()
 
     @property
@@ -121,7 +121,7 @@ class VerifierService:
         }
 
     def facts(self) -> dict[str, object]:
-        """The model and its format, the device, and the room for texts, for the log."""
+        """Return the model and its format, the device, and the room for texts, for the log."""
         model = self._model
         return {
             "model": model.name,

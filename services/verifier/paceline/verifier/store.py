@@ -357,7 +357,7 @@ class CacheStore:
         self.admission.wake()
 
     async def sweep(self) -> int:
-        """Free every cache whose lease expired, and renew leases of busy ones; returns how many
+        """Free every cache whose lease expired, and renew leases of busy ones; return how many
         were freed."""
         expired: list[Cache] = []
         freed = 0
@@ -381,8 +381,8 @@ class CacheStore:
         return sum(cache.sequence.finish is None for cache in self)
 
     def check_integrity(self) -> None:
-        """Check that no memory and no descriptor leaked. No job and no release may be running.
-        Raises ``AssertionError`` if an invariant is broken; the message names all that are."""
+        """Check that no memory and no descriptor leaked, while no job and no release runs. Raises
+        ``AssertionError`` if an invariant is broken; the message names all that are."""
         caches = list(self)
         kvs = [sequence.kv for sequence in (*(cache.sequence for cache in caches), *self.prefixes)]
         files = [kv.file for kv in kvs]
@@ -411,7 +411,7 @@ class CacheStore:
 
 
 def _invariants(cache: Cache) -> dict[str, bool]:
-    """Whether each invariant is kept, by the message for a broken one."""
+    """Return whether each invariant is kept, by the message for a broken one."""
     sequence, kv = cache.sequence, cache.sequence.kv
     return {
         "its segment is closed": not kv.closed,

@@ -175,12 +175,12 @@ def _drafter(drafter: DrafterVersion) -> dict[str, Any]:
 
 
 def _ns(moment: float) -> int:
-    """A time of time.perf_counter in nanoseconds."""
+    """Return a time of time.perf_counter in nanoseconds."""
     return round(moment * 1e9)
 
 
 def _wall_clock() -> int:
-    """What makes a time of time.perf_counter one since 1970. Unit: nanoseconds.
+    """Return what makes a time of time.perf_counter one since 1970. Unit: nanoseconds.
 
     Times of one span and its children have to use the same value: each call gives another one.
     """

@@ -182,8 +182,8 @@ class PacelineProposer:
         return self._planned
 
     def _learn(self, texts: dict[VllmText, list[int]], alone: bool, now: float) -> None:
-        """The step that ended gave the texts these tokens. Only of a step that had the planned
-        texts ``alone`` times are learnt."""
+        """Learn from the step that ended, which gave the texts these tokens: times only if it had
+        the planned texts ``alone``."""
         for text in self._planned.keys() ^ texts.keys():  # new, ended, or preempted by vLLM
             self._scheduler.forget(text.text)
         outputs: list[StepOutput] = []
@@ -206,8 +206,8 @@ class PacelineProposer:
         self._asked = {}
 
     def _ask(self, drafting: Drafting, text: VllmText, now: float) -> None:
-        """Look the text up, and request a tree of it where that may be worth more. Each of both
-        drafts only where that has paid."""
+        """Look the text up, and request a tree of it where that may be worth more. Either drafts
+        only where it has paid."""
         text.looked_up, text.asked_service = EMPTY, False
         text.no_draft = NoDraft.NODE_BUDGET
         if self._looks_up and (nodes := self._budget(text, LOOKUP.name)):
@@ -228,7 +228,7 @@ class PacelineProposer:
             self._asked[text] = name
 
     def _budget(self, text: VllmText, drafter: str) -> int:
-        """Maximum number of tokens that a drafter may draft for a text; 0: none now."""
+        """Return how many tokens a drafter may draft for a text; 0: none now."""
         text.drafted_by = drafter
         most = MAX_NODES if self._always else self._scheduler.budget(text)
         nodes = max(0, min(self._settings.tokens, text.text.room - 1, most))
@@ -237,8 +237,8 @@ class PacelineProposer:
         return nodes
 
     def _times(self, text: VllmText) -> tuple[float, float]:
-        """How long a service may draft, and how long it is waited for: a fifth of a step more than
-        it usually takes. A tree that comes later tells how long that is. Unit: seconds."""
+        """Return how long a service may draft, and how long it is waited for: a fifth of a step
+        more than it usually takes. A later tree tells how long that is. Unit: seconds."""
         if (timeout := self._settings.options.timeout) is not None:
             return timeout, timeout
         step = self._step_seconds or _UNKNOWN_STEP
@@ -247,8 +247,8 @@ class PacelineProposer:
         return _MAX_WAIT * step, min(usual + _LATE_SHARE * step, _MAX_WAIT * step)
 
     def _rests_now(self, text: VllmText) -> bool:
-        """Whether its service is not asked for it: it was late, it is reading the prompt, or it
-        would have to read it for a text that may end soon."""
+        """Return whether its service is not asked for it: it was late, it is reading the prompt, or
+        it would have to read it for a text that may end soon."""
         at = text.at_drafter
         if at is None:
             return text.text.output_length < _READ_SHARE * text.text.prompt_length
@@ -293,7 +293,7 @@ class PacelineProposer:
             text.drafted_by = name
 
     def _admit(self, texts: list[VllmText]) -> dict[VllmText, TokenTree]:
-        """The first tokens of each chain, as many as are worth their time."""
+        """Return the first tokens of each chain, as many as are worth their time."""
         if not texts:
             return {}
         trees = [text.tree for text in texts]

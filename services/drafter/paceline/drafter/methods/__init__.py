@@ -27,7 +27,7 @@ _BUILT_IN = {
 
 
 def _methods() -> dict[str, EntryPoint]:
-    """All installed methods by name. A built-in name cannot be registered again."""
+    """Return all installed methods by name. A built-in name cannot be registered again."""
     more = {entry.name: entry for entry in entry_points(group=GROUP) if entry.name not in _BUILT_IN}
     return more | {name: EntryPoint(name, at, GROUP) for name, at in _BUILT_IN.items()}
 

@@ -49,8 +49,8 @@ _DTYPES = {
 
 
 def required_folder(method: str, folder: Path | None) -> Path:
-    """Return the folder or GGUF file of a method with weights. Raises ``LoadError``:
-    FOLDER_MISSING: None was given."""
+    """Return the folder or GGUF file of a method with weights. Raises ``LoadError`` FOLDER_MISSING
+    if it is None."""
     if folder is None:
         raise LoadError("FOLDER_MISSING", f"{method} needs a model folder: {method}:DIR")
     return folder
@@ -59,7 +59,7 @@ def required_folder(method: str, folder: Path | None) -> Path:
 def load_model(
     folder: Path, resources: Resources, load: Callable[P, T], *args: P.args, **kwargs: P.kwargs
 ) -> T:
-    """Call ``load`` on a thread that ends afterwards, and returns its result.
+    """Call ``load`` on a thread that ends afterwards, and return its result.
 
     The OpenMP workers of a thread end with it. If they stayed, they and the drafting thread's own
     would outnumber the cores and slow every operation. Raises ``LoadError``, the loader's own, or
@@ -139,7 +139,7 @@ def read_fit(folder: Path) -> Fit:
 def check_target(folder: Path, target: TargetRef, fit: Fit) -> Fit:
     """Check that the drafter in ``folder`` was trained for a target.
 
-    Another format of that target fits too. Returns the fit to ``target`` itself. Raises
+    Another format of that target fits too. Return the fit to ``target`` itself. Raises
     ``LoadError``: TARGET_MISMATCH or TOKENIZER_MISMATCH.
     """
     origin, digest = target.origin, target.tokenizer_digest
@@ -179,8 +179,8 @@ def check_own_tensors(folder: Path, config: LayerShape) -> None:
 
 
 def check_shape(folder: Path, shape: LayerShape, path: Path, config: DecoderConfig) -> None:
-    """Raises ``UnsupportedModelError`` if the drafter in ``folder`` cannot read the target in
-    ``path``."""
+    """Check that the drafter in ``folder`` can read the target in ``path``. Raises
+    ``UnsupportedModelError`` if it cannot."""
     for name, value in shape.of_target.items():
         if getattr(config, name) != value:
             raise UnsupportedModelError(
@@ -319,7 +319,7 @@ def _stored_dtype(folder: str | Path, name: str) -> torch.dtype:
 
 def check_tensors(folder: str | Path, config: LayerShape) -> dict[str, tuple[int, ...]]:
     """Check names and shapes of all tensors of a drafter except the target's, without reading;
-    returns shapes by name. Raises ``UnsupportedModelError``: see :func:`load_weights`."""
+    return shapes by name. Raises ``UnsupportedModelError``: see :func:`load_weights`."""
     tensors, shapes = DrafterTensors(folder, torch.float32), config.tensors()
     if unknown := sorted(set(tensors) - set(shapes) - _OTHER_TENSORS):
         raise UnsupportedModelError(
@@ -426,7 +426,7 @@ class TargetEmbedding:
 def _head(
     head: Tensor | PackedMatrix, dtype: torch.dtype, tokens: Tensor | None, bits: int
 ) -> Linear:
-    """The LM head of some tokens; None: of all."""
+    """Return the LM head of some tokens, of all if they are None."""
     if isinstance(head, PackedMatrix):
         if tokens is None and not bits:
             return Linear(head)

@@ -41,7 +41,7 @@ _MAX_SIZE = 1 << 31
 
 
 def drafted_tokens(folder: Path, config: LayerShape) -> Tensor | None:
-    """Read the target's id of each token that is drafted, int64 ``[R]``; None: all tokens. Raises
+    """Read the target's id of each token that is drafted, int64 ``[R]``; None if all are. Raises
     ``UnsupportedModelError`` if they are missing, are not that many rising ids, or ``t2d`` tells of
     others."""
     if not config.draft_vocab_size:

@@ -215,7 +215,7 @@ class DraftLayers(ABC):
 
     def write_kv(self, part: PassPart, cache: WindowCache, states: Tensor | None = None) -> None:
         """Write keys and values of a text's tokens, which read ``states`` if the layer does, and
-        computes nothing else."""
+        compute nothing else."""
         plan = plan_trees(part.blocks, positions=part.positions, device=self.device)
         tokens = send(torch.tensor(part.tokens), self.device)
         self.run(0, tokens, plan, [cache], inputs=states)

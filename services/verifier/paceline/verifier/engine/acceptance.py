@@ -291,7 +291,7 @@ def _emit(entry: BatchEntry, read: _Read, states: HiddenStates) -> StepOutput | 
 
 
 def _recycling(entry: BatchEntry) -> LocalGuesses | None:
-    """Guesses of an entry that recycle what its rows find likely; None if it has none."""
+    """Return guesses of an entry that recycle what its rows find likely; None if it has none."""
     guesses = entry.job.local if isinstance(entry.job, Decode) else None
     return None if guesses is None or guesses.recycled is None else guesses
 

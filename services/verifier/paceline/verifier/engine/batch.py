@@ -105,7 +105,7 @@ class BatchObserver:
         return layers, blocks
 
     def publish(self, q_heads: int) -> None:
-        """Called when the pass of a model with so many query heads has ended."""
+        """Publish the scores of a pass of a model with so many query heads."""
         for part in self._observed:
             part.observer.publish(q_heads)
 
@@ -147,7 +147,7 @@ class Batch:
 
     @classmethod
     def of(cls, entry: BatchEntry) -> Batch:
-        """A batch of one entry of another batch."""
+        """Return a batch of one entry of another batch."""
         batch = cls()
         if isinstance(entry.job, Decode):
             batch.add_decode(entry.job, entry.tree)
@@ -161,7 +161,7 @@ class Batch:
 
     @property
     def jobs(self) -> list[EngineJob]:
-        """Of the entries."""
+        """Jobs of the entries."""
         return [entry.job for entry in self.entries]
 
     @property

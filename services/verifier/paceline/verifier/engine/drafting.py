@@ -151,7 +151,7 @@ class Drafting:
             self._drop(sequence, "drafter_unavailable", why)
 
     def update(self, link: Link, drafters: exchange_pb2.DrafterList) -> None:
-        """The drafters of a service changed; sequences of those that are gone are closed."""
+        """Take over the changed drafters of a service; close sequences of those that are gone."""
         link.drafters = drafters
         self._note_defaults()
         names = {drafter.name for drafter in drafters.drafters}
@@ -161,7 +161,7 @@ class Drafting:
                 self._drop(sequence, "drafter_unavailable", "the drafter was unloaded")
 
     def name_of(self, job: DraftedText) -> str | None:
-        """Name of the drafter that a generation uses; None if it has none."""
+        """Return the name of the drafter that a generation uses; None if it has none."""
         if job.drafter is None or job.drafter == LOCAL.name:
             return None
         if job.drafter:
@@ -189,7 +189,7 @@ class Drafting:
         While a service opens the sequence, and reads its text, the generation goes on without
         trees, unless it drafts in every step.
 
-        Returns whether it was requested. If not, the job's ``no_draft`` says why.
+        Return whether it was requested. If not, the job's ``no_draft`` says why.
         """
         job.no_draft = NoDraft.NOT_READY
         sequence = job.at_drafter or self._open(job, now)
@@ -261,8 +261,8 @@ class Drafting:
         return self.uses.setdefault(name, DrafterUse())
 
     def arrivals(self) -> list[float]:
-        """When the trees that jobs wait for are there at the latest, if their drafters take little
-        longer than usual (time.perf_counter)."""
+        """Return when the trees that jobs wait for are there at the latest, if their drafters take
+        little longer than usual (time.perf_counter)."""
         asked = [job.at_drafter for job in self.waiting]
         return [
             sequence.asked_at + _USUAL * sequence.usual

@@ -297,7 +297,7 @@ class Engine:
         return room if self._graphs is None else min(room, prompt_room(rounds))
 
     def _admit(self, jobs: list[Decode], batch: Batch) -> list[TokenTree]:
-        """The nodes of each tree that are worth their time in this batch."""
+        """Return the nodes of each tree that are worth their time in this batch."""
         trees = [job.tree for job in jobs]
         if self._scheduler is None:
             return trees

@@ -240,7 +240,7 @@ class CachedSequence:
         return len(self.tokens) == self.text.given
 
     def common_prefix(self, other: CachedSequence) -> int:
-        """Positions whose KV can be copied from another sequence. Unit: tokens.
+        """Return how many positions' KV can be copied from another sequence. Unit: tokens.
 
         The last token is left out, since its logits are needed. So are positions whose hidden
         states must be kept but are missing in the other sequence, and those behind the last one

@@ -84,7 +84,7 @@ class PrefixCache:
             self.evict()
 
     def find(self, sequence: CachedSequence) -> CachedSequence | None:
-        """A sequence that begins like the prompt of a new one; None if there is none."""
+        """Return a sequence that begins like the prompt of a new one; None if there is none."""
         best: CachedSequence | None = None
         with_states: CachedSequence | None = None
         layers = _layers(sequence)
@@ -103,7 +103,7 @@ class PrefixCache:
         return best
 
     def evict(self) -> bool:
-        """Free the memory of the least recently used sequence; returns whether there was one."""
+        """Free the memory of the least recently used sequence; return whether there was one."""
         if not self._kept:
             return False
         self.close(next(iter(self._kept)))
@@ -125,7 +125,7 @@ class PrefixCache:
 
 
 def _layers(sequence: CachedSequence) -> set[int]:
-    """Layers whose hidden states a sequence keeps for drafters."""
+    """Return the layers whose hidden states a sequence keeps for drafters."""
     taps = sequence.kv.taps
     return set() if taps is None else {*taps.layout.taps.layers}
 

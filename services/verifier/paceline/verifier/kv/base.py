@@ -140,8 +140,8 @@ class TapRows(ABC):
 
 
 def host_bytes(rows: Tensor) -> NDArray[np.uint8]:
-    """The bytes of rows on the CPU, in their memory: NumPy has no bfloat16, and copies a few short
-    rows in a third of PyTorch's time."""
+    """Return the bytes of rows on the CPU, in their memory: NumPy has no bfloat16, and copies a few
+    short rows in a third of PyTorch's time."""
     raw: NDArray[np.uint8] = rows.view(torch.uint8).numpy()
     return raw
 

@@ -298,7 +298,7 @@ class TapPages(TapRows):
         self._table = table
 
     def lacking(self, tokens: int) -> int:
-        """Number of pages that are missing for the rows of so many positions."""
+        """Return the number of pages that are missing for the rows of so many positions."""
         return self.pool.pages_of_rows(self.layout.rows_of(tokens)) - len(self.pages)
 
     def append(self, new: list[int]) -> None:
@@ -311,7 +311,7 @@ class TapPages(TapRows):
         self, positions: Tensor, layers: Sequence[int] | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return pages and rows in them, int64 ``[n * layers]`` on the CPU, of the layers at each
-        position; None: of all."""
+        position, of all layers if they are None."""
         kept = self.layout.taps.layers
         indices = range(len(kept)) if layers is None else [kept.index(layer) for layer in layers]
         slots = positions % self.layout.slots

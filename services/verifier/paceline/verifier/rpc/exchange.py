@@ -83,7 +83,7 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
         self.on_tapped: Callable[[tuple[int, ...]], None] = lambda layers: None
 
     def joined(self) -> list[verifier_pb2.JoinedService]:
-        """The services that have joined, in order."""
+        """Return the services that have joined, in order."""
         return [
             verifier_pb2.JoinedService(
                 drafters=link.drafters.drafters,
@@ -95,8 +95,8 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
         ]
 
     def taps(self, drafter: str | None) -> Taps | None:
-        """Hidden states that a cache must keep for a drafter: NAME or NAME@VERSION; empty: the
-        default; None: no drafter."""
+        """Return the hidden states that a cache must keep for a drafter: NAME or NAME@VERSION;
+        empty: the default; None: no drafter."""
         if drafter is None:
             return None
         layers, window = hidden_states((link.drafters for link in self._links), drafter)
@@ -117,7 +117,7 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
             self.on_tapped(tuple(sorted(tapped)))
 
     def scored(self, drafter: str | None) -> set[tuple[str, tuple[int, ...]]]:
-        """Selection policies of a drafter (see :meth:`taps`) that score positions, and layers."""
+        """Return policies that score positions for a drafter (see :meth:`taps`), and layers."""
         links = (link.drafters for link in self._links)
         drafters = eligible(links, drafter) if drafter is not None else ()
         return {(info.kv_policy, tuple(info.scored_layers)) for info in drafters if info.kv_policy}
@@ -275,7 +275,7 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
             _log.info("a drafter service left", extra=extra)
 
     async def _received(self, link: Link, message: exchange_pb2.JoinRequest) -> None:
-        """Pass on a message of the stream; returns when the engine has taken it, so that no service
+        """Pass on a message of the stream; return when the engine has taken it, so that no service
         sends more than one between two steps."""
         if message.HasField("drafters"):
             drafters = _checked(message)
@@ -293,8 +293,8 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
             await self._engine.with_drafting(lambda drafting: drafting.receive(link, message))
 
     def _check_room(self, drafters: exchange_pb2.DrafterList, updated: Link | None = None) -> None:
-        """The lists of all services, besides an earlier one of ``updated``, are bounded. Raises
-        ``ServiceError``: there is no room for another."""
+        """Check that there is room for a list of drafters, in the place of that of ``updated`` if
+        it is given. Raises ``ServiceError`` if the lists of all services take too much."""
         others = sum(link.drafters.ByteSize() for link in self._links if link is not updated)
         if others + drafters.ByteSize() > limits.DRAFTER_LISTS_BYTES:
             raise ServiceError.resource_exhausted(
@@ -305,8 +305,8 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
             )
 
     def _check_names(self, drafters: exchange_pb2.DrafterList, known: bool) -> None:
-        """Names that a known service offers are not for an unknown one, which loses those that a
-        known one brings. Raises ``ServiceError`` if a name is taken."""
+        """Check that no service of a known user offers what an unknown one brings; an unknown
+        service whose names a known one brings ends. Raises ``ServiceError`` if a name is taken."""
         names = {drafter.name for drafter in drafters.drafters}
         for link in self._links:
             taken = names & {drafter.name for drafter in link.drafters.drafters}
@@ -373,8 +373,8 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
             waiting.set_result(FramedSocket(kept, limits.FRAME_BYTES))
 
     def _trusts(self, connection: socket.socket) -> bool:
-        """Whether who connects may use the socket: the same user, root, or any user where calls
-        need a token, for then what it shows was given to somebody who has it."""
+        """Return whether who connects may use the socket: the same user, root, or any user where
+        calls need a token, for then what it shows was given to somebody who has it."""
         if self._needs_token:
             return True
         peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -387,7 +387,7 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
         return False
 
     def _files(self, token: bytes) -> list[int]:
-        """The descriptors that a read grant stands for. Raises ``CacheNotFound`` if there is
+        """Return the descriptors that a read grant stands for. Raises ``CacheNotFound`` if there is
         none."""
         if self._store is None:
             raise CacheNotFound("there are no caches to map")
@@ -416,8 +416,8 @@ def _remove_dead(path: str) -> None:
 
 
 def _checked(message: exchange_pb2.JoinRequest) -> exchange_pb2.DrafterList:
-    """A copy of the list of drafters of a message. A part would keep the whole message, with
-    whatever else it has. Raises ``ServiceError``: INVALID_ARGUMENT."""
+    """Return a copy of a message's list of drafters, since a part would keep the whole message,
+    with whatever else it has. Raises ``ServiceError`` INVALID_ARGUMENT if it is malformed."""
     if not message.HasField("drafters"):
         raise ServiceError.invalid_argument(
             "NOT_JOINED", "the first message of a Join stream must have drafters"

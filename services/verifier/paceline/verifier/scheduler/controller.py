@@ -73,17 +73,17 @@ class Account:
         return self.balance > _START
 
     def verified(self, tokens: float, passed: float) -> None:
-        """A round with a tree brought so many tokens in the time of ``passed`` plain ones."""
+        """Learn from a round whose tree brought tokens in the time of ``passed`` plain ones."""
         self.tokens += _NEWEST * (tokens - 1.0 - self.tokens)
         self.cost += _NEWEST * (passed - 1.0 - self.cost)
 
     def drafted(self, gain: float, *, paying: bool) -> None:
-        """A round with a draft gained so many plain tokens; ``paying``: the drafter had gained."""
+        """Add the gain of a drafted round, in plain tokens; ``paying``: the drafter had gained."""
         lowest = min(self.balance, _MIN_IF_PAYING if paying else _MIN)
         self.balance = min(_MAX, max(self.balance + gain, lowest))
 
     def decoded(self, tokens: float) -> None:
-        """Plain decoding allowed so many plain tokens for attempts."""
+        """Add what plain decoding allows for attempts, in plain tokens."""
         if self.balance < _START:
             self.balance += tokens
 
@@ -131,7 +131,7 @@ class SequenceState:
         return self.drafting or self.reading
 
     def asks(self, local: float) -> bool:
-        """Whether a tree is worth its time where the verifier's own is expected to bring ``local``
+        """Return whether a tree is worth its time where a local one is expected to bring ``local``
         tokens: with it (1 + tokens) / (1 + cost) tokens come in the time of one, without 1 + local.
 
         A drafter reads the text first. It begins if drafts are expected to gain what that costs: as
@@ -253,18 +253,18 @@ class PlainClock:
         self._speeds: dict[int, _PlainSpeed] = {}
 
     def known(self, load: int) -> bool:
-        """Whether plain decoding was measured. Drafting starts afterwards.
+        """Return whether plain decoding was measured. Drafting starts afterwards.
 
         At a load that is new, the ratio of the nearest one counts until it is due.
         """
         return self._nearest(_bucket(load)).missing <= 0
 
     def seconds(self, load: int, predicted: float) -> float:
-        """Time of a step by what is known of plain steps under this load. Unit: seconds."""
+        """Return the time of a step by the ratio of plain ones under this load. Unit: seconds."""
         return predicted * self._nearest(_bucket(load)).ratio
 
     def measured(self, load: int, predicted: float) -> float:
-        """Time of a plain step by those of this process; 0: there were too few. Unit: seconds."""
+        """Return the time of a plain step in this process; 0 if too few ran. Unit: seconds."""
         known = self._nearest(_bucket(load)).steps >= FIRST_STEPS // 2
         return self.seconds(load, predicted) if known else 0.0
 
@@ -290,7 +290,7 @@ class PlainClock:
             speed.drafted, speed.missing = 0, FIRST_STEPS // 2
 
     def _at(self, load: int) -> _PlainSpeed:
-        """The speed of a load; a new one begins as a copy of the nearest."""
+        """Return the speed of a load; a new one begins as a copy of the nearest."""
         bucket = _bucket(load)
         return self._speeds.setdefault(bucket, replace(self._nearest(bucket)))
 
@@ -327,13 +327,13 @@ class Drafters:
         return account
 
     def to_json(self) -> dict[str, Any]:
-        """What another process may begin with: what drafts take is measured by each process."""
+        """Return what another process may begin with: each one measures what drafts take."""
         kept = ("balance", "exponent", "nodes", "emitted")
         named = self._named.items()
         return {name: {field: getattr(account, field) for field in kept} for name, account in named}
 
     def load_json(self, stored: dict[str, Any]) -> None:
-        """Take over those of an earlier process."""
+        """Take over the accounts of an earlier process."""
         for name, fields in stored.items():
             account = Account(**{field: float(value) for field, value in fields.items()})
             if all(math.isfinite(value) for value in asdict(account).values()):

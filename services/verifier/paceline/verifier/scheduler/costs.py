@@ -88,17 +88,17 @@ class Costs:
         self._seconds = list(profiled.seconds)
 
     def plain_seconds(self, sequences: int, tokens: int, context: float) -> float:
-        """Time of a step by the profile; see :meth:`seconds`."""
+        """Return the time of a step by the profile; see :meth:`seconds`."""
         return self.profiled_seconds(sequences, tokens, context)[0]
 
     def profiled_seconds(
         self, sequences: int, tokens: int, context: float, nodes: int = 0
     ) -> list[float]:
-        """Times of steps by the profile; see :meth:`seconds`."""
+        """Return times of steps by the profile; see :meth:`seconds`."""
         return _seconds(self.profiled, self.profiled.seconds, sequences, tokens, context, nodes)
 
     def seconds(self, sequences: int, tokens: int, context: float, nodes: int = 0) -> list[float]:
-        """Times of a step with 0, 1, 2, ... nodes more than its batch tokens.
+        """Return times of a step with 0, 1, 2, ... nodes more than its batch tokens.
 
         ``context`` is the number of KV tokens that each batch token attends to, on average.
         """
@@ -142,9 +142,9 @@ def _seconds(
     context: float,
     nodes: int,
 ) -> list[float]:
-    """Times of steps with ``tokens`` to ``tokens`` + ``nodes`` batch tokens, interpolated linearly.
-    Beyond the last point they grow as between the last two, at most in proportion to the batch
-    tokens."""
+    """Return times of steps with ``tokens`` to ``tokens + nodes`` batch tokens, interpolated
+    linearly. Beyond the last point they grow as between the last two, at most in proportion to the
+    batch tokens."""
     last, end = grid.tokens[-1], seconds[-1]
     slope = (end - seconds[-2]) / (last - grid.tokens[-2])
     slope = max(0.0, min(slope, end / last))
@@ -157,7 +157,7 @@ def _seconds(
 
 
 def flat_table() -> CostTable:
-    """A table for devices whose steps are not profiled: all steps take as long.
+    """Return a table for devices whose steps are not profiled: all steps take as long.
 
     That is so on a GPU as long as a step reads more bytes of weights than it computes with. What is
     different shows as the engine runs: see :class:`Costs`. Each shape of a CUDA graph is a point.
@@ -167,8 +167,8 @@ def flat_table() -> CostTable:
 
 
 def rising_table() -> CostTable:
-    """A table for processors whose steps cannot be profiled: each batch token after the first makes
-    a step longer by a share that is usual for small models on a few cores."""
+    """Return a table for processors whose steps cannot be profiled: each batch token after the
+    first makes a step longer by a share that is usual for small models on a few cores."""
     return CostTable(TOKENS, tuple(0.01 * (1 + _USUAL_RISE * (tokens - 1)) for tokens in TOKENS))
 
 
@@ -200,7 +200,7 @@ def profile(decoder: Decoder, max_context: int, seconds: float = _PROFILE_SECOND
 
 
 def _min_seconds(run: Run, steps: Sequence[tuple[int, int, int]], seconds: float) -> list[float]:
-    """Minimum time of each of several steps.
+    """Return the minimum time of each of several steps.
 
     All are measured in turn, again and again: what disturbs the machine for a moment then hits
     another step each time. Each runs twice in a row, because in service too the weights are in the
@@ -215,7 +215,7 @@ def _min_seconds(run: Run, steps: Sequence[tuple[int, int, int]], seconds: float
 
 
 def _runner(decoder: Decoder, max_context: int) -> Run:
-    """A function that times a step of sequences of ``rows`` of its tokens behind a context."""
+    """Return a function that times a step of sequences of ``rows`` tokens behind a context."""
     config = decoder.config
     slots = max_context + max(TOKENS)
     count = max(1, min(32, _KV_BYTES // (config.kv_bytes_per_token * slots)))
@@ -245,7 +245,7 @@ def _runner(decoder: Decoder, max_context: int) -> Run:
 
 
 def _points(run: Run) -> tuple[int, ...]:
-    """The points to measure: up to the first long step, at least two."""
+    """Return the points to measure: up to the first long step, at least two."""
     for index, tokens in enumerate(TOKENS):
         if index and min(run(tokens, _ROWS, _NEAR) for _ in range(2)) > _LONG_STEP:
             return TOKENS[: index + 1]

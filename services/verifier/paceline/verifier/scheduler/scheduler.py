@@ -158,8 +158,8 @@ class Scheduler:
         return [tree.first(count) for tree, count in zip(trees, counts, strict=True)]
 
     def prompt_tokens(self, streams: int, rounds: int, begins: int, max_tokens: int) -> int:
-        """Tokens of prompts that the next step takes, at most ``max_tokens``, beside ``streams``
-        texts with so many batch tokens in ``rounds``; the first prompt ``begins`` behind so many.
+        """Return how many tokens of prompts the next step takes, at most ``max_tokens``, beside
+        ``streams`` texts with ``rounds`` batch tokens; the first prompt goes on at ``begins``.
 
         They leave it within :data:`MAX_GAP`. Where drafted nodes need more than half of this time,
         prompts have the other half all the same, and never less than :data:`MIN_PROMPT`, so that
@@ -174,7 +174,7 @@ class Scheduler:
         return min(max_tokens, max(MIN_PROMPT, room))
 
     def hold(self, ready: int, arrivals: Sequence[float]) -> float:
-        """Seconds for which a step had better wait for trees, expected at ``arrivals``
+        """Return the seconds for which a step had better wait for trees, expected at ``arrivals``
         (time.perf_counter), while so many generations and prompts are ``ready``; 0: it begins now.
 
         Generations whose trees come during a step wait for its end. If the step waits, those that
@@ -291,7 +291,7 @@ class Scheduler:
         return self._clock.known(self._load)
 
     def min_survival(self) -> float:
-        """See :func:`min_survival`, for the next step under the present load."""
+        """Return :func:`min_survival` for the next step under the present load."""
         if self._least is None:
             load = self._load
             times = self.costs.seconds(load, load, self._context, _AHEAD)
@@ -299,26 +299,26 @@ class Scheduler:
         return self._least
 
     def budget(self, job: DraftedText) -> int:
-        """Maximum number of nodes to draft next for a text; 0: decode plainly for now."""
+        """Return the maximum number of nodes to draft next for a text; 0: decode plainly."""
         state = self._state(job)
         if not (self._clock.known(self._load) and state.drafts):
             return 0
         return max(1, min(self._max_nodes, round(state.account.nodes)))
 
     def budget_sent(self, job: DraftedText, budget: int) -> None:
-        """The next tree was requested with this budget; 0: the next step is plain."""
+        """Note the budget of the next tree, which was requested; 0: the next step is plain."""
         self._state(job).requested(self._clock.now, budget)
 
     def asks(self, job: DraftedText, local: TokenTree) -> bool:
-        """Whether a tree of its drafter is worth its time beside a ``local`` one."""
+        """Return whether a tree of its drafter is worth its time beside a ``local`` one."""
         return self._state(job).asks(sum(local.survivals))
 
     def opening(self, job: DraftedText) -> None:
-        """Its drafter reads the text beside the next step, which has no tree of it."""
+        """Note that its drafter reads the text beside the next step, which has no tree of it."""
         self._state(job).opening(self._clock.now)
 
     def forget(self, text: Text, drafter: str | None = None) -> None:
-        """A text has ended; or only what it learnt of a drafter is dropped."""
+        """Drop what was learnt of a text that has ended, or only what it learnt of a drafter."""
         if drafter is None:
             for state in self._states.pop(text, {}).values():
                 state.end()
@@ -326,7 +326,7 @@ class Scheduler:
             named.pop(drafter, None)
 
     def to_json(self) -> dict[str, Any]:
-        """What it learnt, to be stored beside the cost table."""
+        """Return what it learnt, to be stored beside the cost table."""
         return {
             "plain": self._clock.to_json(),
             "drafters": self._drafters.to_json(),
@@ -356,7 +356,7 @@ class Scheduler:
         _share(max(0.0, passed - 1.0), here, payers)
 
     def _state(self, job: DraftedText, drafter: str | None = None) -> SequenceState:
-        """The state of a text with a drafter, by default with the one that it has now."""
+        """Return the state of a text with a drafter, by default with the one that it has now."""
         named, name = self._states.setdefault(job.text, {}), drafter or job.drafted_by
         if (state := named.get(name)) is None:
             account = self._drafters.of(name or "")
@@ -417,7 +417,7 @@ def admit(
 
 
 def min_survival(emitted: int, seconds: Sequence[float]) -> float:
-    """Survival below which no node is worth its time, whatever others are drafted like it, in a
+    """Return the survival below which no node is worth its time, whatever others are drafted, in a
     step that emits so many tokens and takes ``seconds`` with 0, 1, 2, ... nodes.
 
     Nodes as likely as this gain what they cost where a node costs least. So :func:`admit` takes
@@ -428,9 +428,9 @@ def min_survival(emitted: int, seconds: Sequence[float]) -> float:
 
 
 def _survivals(job: DraftedText, tree: TokenTree, state: SequenceState) -> list[float]:
-    """Survivals of a tree's nodes, by which they are admitted.
+    """Return the survivals of a tree's nodes, by which they are admitted.
 
-    Those of a chain of samples are the drafter's own: they depend on no sample at the node's
+    Those of a chain of samples are what the drafter sent: they depend on no sample at the node's
     position or later, as the protocol asks of a drafter, so the admission does not either (DSpark,
     appendix A). An exponent learnt from accepted tokens would depend on samples before.
     """
@@ -447,8 +447,8 @@ def load_scheduler(
     again: bool = False,
     measure: Callable[[Decoder, int], CostTable] = profile,
 ) -> Scheduler:
-    """The scheduler of a model's shape on this kind of machine, with what the last one learnt;
-    weights make no difference.
+    """Return the scheduler of a model's shape on this kind of machine, with what the last one
+    learnt; weights make no difference.
 
     The table is measured if none is stored, or ``again``. Of several processes that start at a time
     one measures, and the others wait for it: they would only disturb each other. A table whose

@@ -105,7 +105,7 @@ class DSparkBackbone(DraftLayers):
         ]
 
     def draft(self, passes: Passes) -> tuple[Tensor, Tensor]:
-        """Write hidden states to contexts, and drafts a block after each, by the second pass.
+        """Write hidden states to contexts, and draft a block after each, by the second pass.
 
         Returns:
             Hidden states ``[S, levels, hidden]`` of the positions that predict, in the weights'
@@ -174,7 +174,7 @@ class DSparkBackbone(DraftLayers):
 
 
 def _record_context(backbone: DSparkBackbone, tensors: LayerWeights) -> Program:
-    """Hidden states to the keys and values of all layers."""
+    """Record the program from hidden states to the keys and values of all layers."""
     config, program = backbone.config, tensors.recorder(backbone.dtype)
     states = program.input(len(config.taps) * config.hidden)
     projected = program.multiply(states, tensors.matrix("fc"))
@@ -188,7 +188,7 @@ def _record_context(backbone: DSparkBackbone, tensors: LayerWeights) -> Program:
 
 
 def _record_block(backbone: DSparkBackbone, tensors: LayerWeights) -> Program:
-    """Tokens of blocks to logits; the tap is the hidden state that the LM head reads."""
+    """Record the program from tokens of blocks to logits; its tap is what the LM head reads."""
     config, embedding = backbone.config, backbone.embedding
     program = tensors.recorder(backbone.dtype)
     x, delta = program.embed(embedding.embedding, config.embedding_factor), 0

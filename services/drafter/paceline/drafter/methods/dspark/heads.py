@@ -122,7 +122,7 @@ class DSparkHeads:
 
     def native(self) -> tuple[NativeHead | None, tuple[Tensor, Tensor, Tensor] | None] | None:
         """Return the heads as :class:`~paceline.kernels.draft.DraftBlockModel` takes them: W1 in
-        float32 with packed W2, and weights, offsets and temperatures of confidences. None: it
+        float32 with packed W2, and weights, offsets and temperatures of confidences. None if it
         cannot run them."""
         head = None
         if self._markov is not None:
@@ -168,7 +168,7 @@ class DSparkHeads:
 
 
 def _loaded(head: Head, name: str, weights: Mapping[str, Tensor]) -> Head:
-    """The head with the tensors whose names begin with ``name``."""
+    """Load the tensors whose names begin with ``name`` into a head, and return it."""
     tensors = {n.removeprefix(name): t for n, t in weights.items() if n.startswith(name)}
     head.load_state_dict(tensors)
     return head
