@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import cast
 
 import pytest
-from kernel_cases import BACKENDS, LEVELS, ProgramBackend, compiled
+from kernel_cases import BACKENDS, LEVELS, ProgramBackend, compiled, usually
 
 from paceline.bench.reference import ReferenceKernels
 from paceline.kernels import DeviceKernels, devices
@@ -23,7 +23,7 @@ def native_backend(request: pytest.FixtureRequest) -> Iterator[Attends]:
     yield from _serving(ProgramBackend(compiled(level), numerics))
 
 
-@pytest.fixture(params=[*LEVELS, "reference"], scope="module")
+@pytest.fixture(params=[*map(usually, LEVELS), "reference"], scope="module")
 def cpu_backend(request: pytest.FixtureRequest) -> Iterator[Attends]:
     """The compiled attention of every level, and the reference."""
     if request.param == "reference":

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from unittest.mock import patch
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from reference import reference_attention
@@ -47,6 +48,13 @@ HEADS = [(6, 2, 64), (4, 4, 16), (8, 2, 80), (3, 1, 96), (8, 1, 128), (7, 1, 32)
 PREFIXES = [0, 1, 7, 15, 16, 200, 250, 255, 256, 257, 511, 512, 700, 1025, 2303, 2304]
 
 
+def usually(level: str, *more: str) -> Any:
+    """A parameter of tests that `make test` has for the fastest level and for plain C alone."""
+    usual = level in (LEVELS[0], "generic")
+    value = (level, *more) if more else level
+    return value if usual else pytest.param(value, marks=pytest.mark.slow)
+
+
 def compiled(level: str) -> ctypes.CDLL:
     """Load the kernels of a level. Those of other processors than this one are compiled for tests
     with few optimisations, in a third of the time, by one of the processes that run tests."""
@@ -74,7 +82,10 @@ class _Cache:
 # Numerics of some processors. All others emulate them in tests.
 OWN_NUMERICS = ("amx", "avx512_bf16")
 # Levels and numerics of the compiled attention.
-BACKENDS = [*((level, "portable") for level in LEVELS), *((LEVELS[0], own) for own in OWN_NUMERICS)]
+BACKENDS = [
+    *(usually(level, "portable") for level in LEVELS),
+    *((LEVELS[0], numerics) for numerics in OWN_NUMERICS),
+]
 
 
 class Attends(Protocol):

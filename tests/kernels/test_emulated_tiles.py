@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernel_cases import compiled
+from kernel_cases import LEVELS, compiled
 from torch import Tensor
 
 from paceline.kernels import _compile
@@ -16,9 +16,10 @@ from paceline.kernels.rotated import DOWN_SIZE, RotatedMatrix
 HEADER = Path(__file__).with_name("emulated_tiles.h")
 NATIVE = Path(_compile.__file__).with_name("native")
 
-pytestmark = pytest.mark.skipif(
-    "avx512vnni" not in _compile.levels_here(), reason="the level has other instructions beside it"
-)
+pytestmark = [
+    pytest.mark.skipif("avx512vnni" not in LEVELS, reason="its other instructions are not there"),
+    *[pytest.mark.slow] * (LEVELS[0] == "amx"),  # where all other tests have the tiles themselves
+]
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,16 @@
 import pytest
 import torch
 from hypothesis import given, settings
-from kernel_cases import LEVELS, OWN_NUMERICS, Case, ProgramBackend, ProgramRows, cases, compiled
+from kernel_cases import (
+    LEVELS,
+    OWN_NUMERICS,
+    Case,
+    ProgramBackend,
+    ProgramRows,
+    cases,
+    compiled,
+    usually,
+)
 from torch import Tensor
 
 from paceline.bench.reference import ReferenceKernels
@@ -14,7 +23,7 @@ FAST = [level for level in LEVELS if level != "generic"]
 pytestmark = pytest.mark.skipif(not FAST, reason="this processor has no level but plain C")
 
 
-@pytest.fixture(params=FAST, scope="module")
+@pytest.fixture(params=map(usually, FAST), scope="module")
 def level(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import LEVELS, ProgramRows, compiled
+from kernel_cases import LEVELS, ProgramRows, compiled, usually
 from torch import Tensor
 
 from paceline.bench.reference import ReferenceKernels, rotated_rows
@@ -37,7 +37,7 @@ from paceline.kernels.rotated import (
 FLOATS, FASTEST = FORMATS[:2], LEVELS[0]
 
 
-@pytest.fixture(params=LEVELS, scope="module")
+@pytest.fixture(params=map(usually, LEVELS), scope="module")
 def level(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
