@@ -130,10 +130,10 @@ def _sanitizers() -> tuple[str, ...]:
 
 def _compiler() -> str:
     name = os.environ.get("CC", "gcc")
-    found = shutil.which(name)
-    if found is None:
+    path = shutil.which(name)
+    if path is None:
         raise OSError(f"there is no C compiler {name!r}")
-    return found
+    return path
 
 
 def _sources() -> list[Path]:
@@ -150,7 +150,7 @@ def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
             _run([compiler, *flags, "-c", str(source), "-o", result])
             return result
 
-        objects = list(pool.map(compiled, (each for each in _sources() if each.suffix == ".c")))
+        objects = list(pool.map(compiled, (file for file in _sources() if file.suffix == ".c")))
         made = Path(work, path.name)
         # Not linked with -fopenmp: the kernels use the OpenMP runtime that torch has loaded.
         linked = [flag for flag in flags if flag.startswith("-fsanitize=")]

@@ -158,7 +158,7 @@ def _wrong_format(library: ctypes.CDLL) -> str | None:
 
 
 def _share_openmp() -> bool:
-    """Export the symbols of the OpenMP runtime that torch has loaded; returns whether there is one.
+    """Export the symbols of the OpenMP runtime that torch has loaded. Return whether there is one.
 
     The kernels are not linked to a runtime of their own: a second team of threads would compete
     with torch's for the cores.
@@ -168,10 +168,10 @@ def _share_openmp() -> bool:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
         return False
-    found = {line.split(maxsplit=5)[-1] for line in lines if "libgomp" in line}
-    if len(found) != 1:
+    runtimes = {line.split(maxsplit=5)[-1] for line in lines if "libgomp" in line}
+    if len(runtimes) != 1:
         return False
-    ctypes.CDLL(found.pop(), mode=ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(runtimes.pop(), mode=ctypes.RTLD_GLOBAL)
     return True
 
 
@@ -192,8 +192,8 @@ def _folder() -> Path:
 
 def _own(folder: Path) -> bool:
     """Whether a folder is of this user or of root, and no other user can write to it."""
-    found = folder.stat()
-    return found.st_uid in (0, os.getuid()) and not found.st_mode & 0o022
+    status = folder.stat()
+    return status.st_uid in (0, os.getuid()) and not status.st_mode & 0o022
 
 
 def choose_numerics(requested: str, multiplied: Container[str] = NUMERICS) -> str:
@@ -204,13 +204,13 @@ def choose_numerics(requested: str, multiplied: Container[str] = NUMERICS) -> st
     and have the bits of processors with these instructions. "auto" takes the fastest that the level
     in use has, among those in ``multiplied``.
 
-    Returns "portable", "avx512_bf16" or "amx", for :class:`~paceline.kernels.Recorder`. Raises
-    ``ValueError``: another name, or one whose instructions the level in use does not have.
+    Return "portable", "avx512_bf16" or "amx", for :class:`~paceline.kernels.Recorder`. Raises
+    ``ValueError`` if the name is unknown or the level in use does not have its instructions.
     """
-    own = _OWN_NUMERICS.get(cpu_kernels().level, ())
-    able = [name for name in NUMERICS if name in ("auto", "portable", *own)]
-    if requested not in able:
-        raise ValueError(f"numerics is {requested!r}, expected one of {able}")
+    level_numerics = _OWN_NUMERICS.get(cpu_kernels().level, ())
+    supported = [name for name in NUMERICS if name in ("auto", "portable", *level_numerics)]
+    if requested not in supported:
+        raise ValueError(f"numerics is {requested!r}, expected one of {supported}")
     if requested == "auto":
-        return next((name for name in own if name in multiplied), "portable")
+        return next((name for name in level_numerics if name in multiplied), "portable")
     return requested

@@ -93,8 +93,8 @@ class AttentionCall:
 
     def scores(self, q: Tensor, key: Tensor) -> Tensor:
         """Scaled and capped scores of float32 queries ``[..., n, D]`` and keys ``[..., m, D]``."""
-        found = torch.matmul(q, key.transpose(-1, -2)).mul_(self.scale)
-        return found.div_(self.cap).tanh_().mul_(self.cap) if self.cap else found
+        scores = torch.matmul(q, key.transpose(-1, -2)).mul_(self.scale)
+        return scores.div_(self.cap).tanh_().mul_(self.cap) if self.cap else scores
 
 
 def record_scores(call: AttentionCall, probes: Sequence[Probe]) -> None:

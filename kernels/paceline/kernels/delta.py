@@ -84,15 +84,15 @@ class Delta:
     def to_c(self) -> ctypes.Structure:
         """``Delta`` of ``native/delta.h``; the layer must outlive it."""
         s = self.shape
-        found = CDelta(
+        delta = CDelta(
             s.key_heads, s.value_heads, s.key_dim, s.value_dim, s.taps,
             address(self.convolution, "a convolution"),
         )  # fmt: skip
         if self.rates is not None and self.bias is not None and self.norm is not None:
-            found.rates, found.bias = address(self.rates, "rates"), address(self.bias, "a bias")
-            found.norm, found.eps = address(self.norm.weight, "a norm"), self.norm.eps
-            found.beta = self.beta
-        return found
+            delta.rates, delta.bias = address(self.rates, "rates"), address(self.bias, "a bias")
+            delta.norm, delta.eps = address(self.norm.weight, "a norm"), self.norm.eps
+            delta.beta = self.beta
+        return delta
 
 
 class _Slot:
@@ -134,8 +134,8 @@ class RecurrentStates:
         return [slot for slot in (*self._slots, self._snapshot) if slot is not None]
 
     def _covering(self, position: int) -> _Slot | None:
-        found = [slot for slot in self._kept() if slot.covers(position)]
-        return max(found, key=lambda slot: slot.position or 0, default=None)
+        slots = [slot for slot in self._kept() if slot.covers(position)]
+        return max(slots, key=lambda slot: slot.position or 0, default=None)
 
     def begin(self, start: int, drafted: int) -> tuple[_Slot, _Slot]:
         """The slots of a pass, what it begins with and what it writes, by the position of its first
@@ -172,12 +172,12 @@ class RecurrentStates:
             newest.log[:, targets] = newest.log[:, sources]
 
     def take_snapshot(self, position: int) -> None:
-        """Keep the states at a position, where they are stored without logged rows."""
-        found = self._covering(position)
-        if found is not None and found.position == position:
+        """Keep the states at a position, if they are stored without logged rows."""
+        slot = self._covering(position)
+        if slot is not None and slot.position == position:
             with torch.inference_mode(False):
                 self._snapshot = self._snapshot or _Slot(self.shape)
-            self._snapshot.copy(found, 0)
+            self._snapshot.copy(slot, 0)
 
     def reusable(self, tokens: int) -> int:
         """The longest prefix of at most so many committed tokens whose states are kept."""
@@ -191,14 +191,14 @@ class RecurrentStates:
         )
 
     def copy_prefix(self, source: RecurrentStates, tokens: int) -> None:
-        """Take over the states behind so many tokens of another sequence. Raises ``ValueError``:
+        """Take over the states behind so many tokens of another sequence. Raises ``ValueError`` if
         they are not kept; see :meth:`reusable`."""
-        found = source._covering(tokens)
-        if found is None or found.position is None:
+        slot = source._covering(tokens)
+        if slot is None or slot.position is None:
             if tokens:
                 raise ValueError(f"no recurrent states of position {tokens} are kept")
             return
-        self._slots[0].copy(found, tokens - found.position)
+        self._slots[0].copy(slot, tokens - slot.position)
         self._slots[1].position = self._snapshot = None
 
     def assume(self, position: int) -> None:

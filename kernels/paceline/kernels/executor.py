@@ -110,9 +110,9 @@ def _check(program: Program) -> None:
         if op.rule is not None:
             any_width.add(op.source)
     rules = [op.rule.shape for op in program.operations if op.rule is not None]
-    heads = {dim, *(each for shape in rules for each in (shape.key_dim, shape.value_dim))}
+    heads = {dim, *(size for shape in rules for size in (shape.key_dim, shape.value_dim))}
     widths = {b.width for index, b in enumerate(program.buffers) if index not in any_width}
-    if wrong := sorted(each for each in widths | heads if each % LANES):
+    if wrong := sorted(size for size in widths | heads if size % LANES):
         raise ValueError(
             f"rows or heads have {wrong[0]} elements, expected multiples of {LANES} on a CPU"
         )
@@ -212,9 +212,9 @@ class NativeProgram:
         if call.contexts:
             self._add_contexts(run, call, kept)
         if states is not None:
-            own, committed = states.to_c()
-            run.states, run.committed = ctypes.addressof(own), ctypes.addressof(committed)
-            kept += [own, committed]
+            state_table, committed = states.to_c()
+            run.states, run.committed = ctypes.addressof(state_table), ctypes.addressof(committed)
+            kept += [state_table, committed]
         at = ctypes.addressof(run)
         memory = self._reserve(self._library.paceline_program_bytes(self.address, at))
         run.memory = memory.data_ptr()
@@ -266,8 +266,8 @@ class NativeProgram:
 
     def _matrices(self, packed: Sequence[PackedMatrix | None]) -> int:
         """Address of matrices for the kernels, which live as long as the program."""
-        found = [matrix.matrix(self.numerics) for matrix in packed if matrix is not None]
-        matrices = (CMatrix * len(packed))(*found)
+        arguments = [matrix.matrix(self.numerics) for matrix in packed if matrix is not None]
+        matrices = (CMatrix * len(packed))(*arguments)
         self._kept.append(matrices)
         return ctypes.addressof(matrices)
 
@@ -294,9 +294,9 @@ class NativeProgram:
 
     def _check_caches(self, tables: Sequence[LayerTable | None], layers: int) -> list[LayerTable]:
         kv_heads, dim = self._heads.kv_heads, self._heads.dim
-        found = [table for table in tables if table is not None]
-        for index, table in enumerate(found):
-            if (table.heads, table.dim, table.dtype) != (kv_heads, dim, found[0].dtype) or (
+        present = [table for table in tables if table is not None]
+        for index, table in enumerate(present):
+            if (table.heads, table.dim, table.dtype) != (kv_heads, dim, present[0].dtype) or (
                 table.layers < layers or table.dtype not in CACHE_TYPES
             ):
                 raise ValueError(
@@ -304,7 +304,7 @@ class NativeProgram:
                     f"[{table.heads}, {table.capacity}, {table.dim}], expected {layers} of "
                     f"float32, bfloat16 or int8 [{kv_heads}, n, {dim}], the same type in all caches"
                 )
-        return found
+        return present
 
     @staticmethod
     def _check_blocks(plan: TreePlan, tables: Sequence[LayerTable]) -> None:
@@ -328,9 +328,9 @@ class NativeProgram:
         if not probes:
             return None
         table = (CProbes * self._layers)()
-        for layer, each in probes.items():
-            rows = (CProbe * len(each))()
-            for row, probe in zip(rows, each, strict=True):
+        for layer, layer_probes in probes.items():
+            rows = (CProbe * len(layer_probes))()
+            for row, probe in zip(rows, layer_probes, strict=True):
                 row.block, row.node, row.weights = probe.block, probe.node, probe.weights
                 row.stride, row.out = probe.out.stride(0), address(probe.out, "a probe's output")
             table[layer] = CProbes(len(rows), ctypes.addressof(rows))
@@ -344,8 +344,8 @@ class NativeProgram:
         if not wanted:
             return None
         table = (CQueries * self._layers)()
-        for layer, each in wanted.items():
-            rows = (ctypes.c_int64 * len(each))(*each)
+        for layer, indices in wanted.items():
+            rows = (ctypes.c_int64 * len(indices))(*indices)
             table[layer] = CQueries(len(rows), ctypes.addressof(rows), out[layer].data_ptr())
             kept.append(rows)
         kept.append(table)

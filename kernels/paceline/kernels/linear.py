@@ -150,12 +150,12 @@ class PackedMatrix:
         return self.format, sums, {name: str(value) for name, value in facts.items() if value}
 
     def matrix(self, numerics: str = "portable") -> ctypes.Structure:
-        """The argument of the C kernels, for products in some numerics; valid as long as this
-        object lives."""
-        found = {name: address(tensor, name) for name, tensor in self.tensors().items()}
+        """Return the argument of the C kernels, for products in some numerics. It is valid as long
+        as this object lives."""
+        fields = {name: address(tensor, name) for name, tensor in self.tensors().items()}
         alike = ("outs", "ins", "minima", "scales_f16", "offset", "rotation")
-        found |= {name: getattr(self, name) for name in alike}
-        return CMatrix(**found, format=FORMATS.index(self.format), tiles_bf16=numerics == "amx")
+        fields |= {name: getattr(self, name) for name in alike}
+        return CMatrix(**fields, format=FORMATS.index(self.format), tiles_bf16=numerics == "amx")
 
 
 def pack(weight: Tensor, bias: Tensor | None = None, format: str = "bfloat16") -> PackedMatrix:
@@ -221,16 +221,16 @@ def pack_rotated(matrix: RotatedMatrix, bias: Tensor | None = None) -> PackedMat
 
 def multiply(x: Tensor, packed: PackedMatrix, bias: Tensor | None = None) -> Tensor:
     """``x W^T + bias`` of dense float32 ``[rows, ins]`` on the CPU: float32 ``[rows, outs]``. A
-    dense float32 ``bias`` ``[outs]`` replaces that of ``packed``. Raises ``ValueError``: ``x`` or
+    dense float32 ``bias`` ``[outs]`` replaces that of ``packed``. Raises ``ValueError`` if ``x`` or
     ``bias`` has another shape or type."""
     if x.dtype is not torch.float32 or x.shape[1:] != (packed.ins,) or not x.is_contiguous():
-        found = f"{x.dtype} {list(x.shape)}"
-        raise ValueError(f"x is {found}, expected dense float32 [rows, {packed.ins}]")
+        actual = f"{x.dtype} {list(x.shape)}"
+        raise ValueError(f"x is {actual}, expected dense float32 [rows, {packed.ins}]")
     if bias is None:
         bias = packed.bias
     elif bias.dtype is not torch.float32 or bias.shape != (packed.outs,) or bias.stride(0) != 1:
-        found = f"{bias.dtype} {list(bias.shape)}"
-        raise ValueError(f"bias is {found}, expected dense float32 [{packed.outs}]")
+        actual = f"{bias.dtype} {list(bias.shape)}"
+        raise ValueError(f"bias is {actual}, expected dense float32 [{packed.outs}]")
     if not len(x):
         return torch.empty(0, packed.outs)
     matrix = packed.matrix()

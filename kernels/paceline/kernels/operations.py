@@ -35,10 +35,10 @@ class OneByOne:
 
     def scaled(self, index: int) -> Tensor:
         """The rows of a buffer, which keeps them with their scales."""
-        found = self.buffers[index]
-        if isinstance(found, IntSums):
-            self.buffers[index] = found = found.scaled()
-        return found
+        rows = self.buffers[index]
+        if isinstance(rows, IntSums):
+            self.buffers[index] = rows = rows.scaled()
+        return rows
 
 
 def run_one_by_one(program: Program, call: Pass) -> PassResult:
@@ -61,8 +61,8 @@ def _embed(run: OneByOne, op: Operation) -> Tensor:
     tokens, table = run.call.tokens, op.table
     assert table is not None
     assert tokens is not None
-    found = table[tokens] if isinstance(table, Tensor) else table.rows(tokens)
-    return found.float() if op.factor == 1 else found.float() * op.factor
+    embeddings = table[tokens] if isinstance(table, Tensor) else table.rows(tokens)
+    return embeddings.float() if op.factor == 1 else embeddings.float() * op.factor
 
 
 def _input(run: OneByOne, op: Operation) -> Tensor:
@@ -77,8 +77,8 @@ def _add_norm(run: OneByOne, op: Operation) -> Tensor:
         delta = run.buffers[op.delta] if op.factor == 1 else run.scaled(op.delta) * op.factor
     x = run.buffers[op.source] = x.float()
     if op.window:
-        found = run.kernels.add_norm(x.view(-1, op.window), None, op.norms[0], run.program.dtype)
-        return found.view(x.shape)
+        normed = run.kernels.add_norm(x.view(-1, op.window), None, op.norms[0], run.program.dtype)
+        return normed.view(x.shape)
     return run.kernels.add_norm(x, delta, op.norms[0], run.program.dtype)
 
 
@@ -139,7 +139,7 @@ def _convolve(run: OneByOne, op: Operation) -> Tensor:
     assert isinstance(op.table, Tensor)
     length = run.call.plan.blocks[0].length
     source, weights = (
-        run.scaled(each).unflatten(0, (-1, length)) for each in (op.source, op.delta)
+        run.scaled(buffer).unflatten(0, (-1, length)) for buffer in (op.source, op.delta)
     )
     return convolve_blocks(source, op.table, weights, op.layer).flatten(0, 1)
 
@@ -243,7 +243,7 @@ def _rotated(run: OneByOne, op: Operation, x: Rows) -> Tensor:
 
 def _planes(run: OneByOne, op: Operation) -> tuple[list[Plane], list[Plane]]:
     """Keys and values of each sequence in a layer."""
-    planes = [each.layer(op.layer) for each in run.call.caches]
+    planes = [cache.layer(op.layer) for cache in run.call.caches]
     return [k for k, _ in planes], [v for _, v in planes]
 
 
@@ -262,7 +262,7 @@ def _attend(run: OneByOne, op: Operation) -> Tensor:
 def _attend_context(run: OneByOne, op: Operation) -> Tensor:
     """Attention of all rows of a block to the same keys."""
     q, heads, call = run.scaled(op.source), run.program.heads, run.call
-    keys, values = zip(*(each.cache.layer(op.layer) for each in call.contexts), strict=True)
+    keys, values = zip(*(context.cache.layer(op.layer) for context in call.contexts), strict=True)
     plan = call.plan.contexts
     if plan is None:  # for all layers
         blocks = [

@@ -223,7 +223,7 @@ class Program:
         """What the bits of compiled kernels depend on, with keys and values of a type."""
         rules, others = dict[str, Rule](), set[str]()
         for op in self.operations:
-            packed = [each.packed for each in op.matrices]
+            packed = [matrix.packed for matrix in op.matrices]
             for matrix in (op.table, *packed):
                 if matrix is not None and not isinstance(matrix, Tensor):
                     rule = Rule("linear layer", *matrix.arithmetic(self.numerics))
@@ -442,13 +442,13 @@ class Recorder:
         for index, op in enumerate(self._operations):
             if op.out not in number:
                 wanted = self._buffers[op.out]
-                found = next((f for f in free if buffers[f] == wanted), None)
-                if found is None:
+                place = next((f for f in free if buffers[f] == wanted), None)
+                if place is None:
                     buffers.append(wanted)
-                    found = len(buffers) - 1
+                    place = len(buffers) - 1
                 else:
-                    free.remove(found)
-                number[op.out] = found
+                    free.remove(place)
+                number[op.out] = place
             operations.append(
                 replace(op, source=number[op.source], delta=number[op.delta], out=number[op.out])
             )

@@ -49,7 +49,7 @@ class QuantisedMatrix:
 
 
 def concatenate(parts: Sequence[QuantisedMatrix]) -> QuantisedMatrix:
-    """One matrix with the rows of several, whose weights keep their bits.
+    """Return one matrix with the rows of several, whose weights keep their bits.
 
     Parts of several formats become 8 bits, which hold every value of 4 bits.
     """
@@ -57,8 +57,8 @@ def concatenate(parts: Sequence[QuantisedMatrix]) -> QuantisedMatrix:
         parts = [_widen(part) for part in parts]
     minimum = None
     if any(part.minimum is not None for part in parts):
-        each = (torch.zeros_like(p.scale) if p.minimum is None else p.minimum for p in parts)
-        minimum = torch.cat(list(each))
+        minima = (torch.zeros_like(p.scale) if p.minimum is None else p.minimum for p in parts)
+        minimum = torch.cat(list(minima))
     return replace(
         parts[0],
         values=torch.cat([part.values for part in parts]),
@@ -111,7 +111,7 @@ def mxfp4(values: Tensor, exponents: Tensor) -> QuantisedMatrix:
     """A matrix of MXFP4 (OCP Microscaling Formats 1.0, 2023) as 8-bit blocks of the same values: of
     uint8 ``[outs, ins]``, floats of 4 bits, and uint8 ``[outs, ins / 32]``, exponents of powers of
     two; 127 for 1, 255 for NaN."""
-    table = torch.tensor([*_DOUBLED, *(-each for each in _DOUBLED)]).add(128).to(torch.uint8)
+    table = torch.tensor([*_DOUBLED, *(-value for value in _DOUBLED)]).add(128).to(torch.uint8)
     scale = torch.ldexp(torch.full(exponents.shape, 0.5), exponents.int() - 127)
     scale = torch.where(exponents == 255, torch.nan, scale)
     return QuantisedMatrix(table[values.long()], scale, None, 8, 128)

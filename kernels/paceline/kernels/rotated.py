@@ -63,8 +63,8 @@ def quantise_rows(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
     if not x.is_cpu:
         return kernels_for(x.device).quantise_rows(x, size)
     parts = x.split(max(1, _CHUNK // x.shape[1]))
-    found = [quantise_rows_natively(library(), part, size) for part in parts]
-    values, scales = zip(*found, strict=True)
+    quantised = [quantise_rows_natively(library(), part, size) for part in parts]
+    values, scales = zip(*quantised, strict=True)
     return torch.cat(values), torch.cat(scales)
 
 

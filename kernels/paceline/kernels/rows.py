@@ -83,15 +83,15 @@ def normalised(x: Tensor, norm: Norm) -> Tensor:
     return scaled.mul_(norm.weight)
 
 
-def convolve_blocks(x: Tensor, base: Tensor, own: Tensor, which: int) -> Tensor:
+def convolve_blocks(x: Tensor, base: Tensor, group_weights: Tensor, which: int) -> Tensor:
     """Causal convolution over blocks, with weights of channels and of positions (DFlash 2).
 
     ``x`` and the result are ``[..., Q, width]``; ``base`` has weights of the channels, the newest
-    position's first, ``[size, width]``, ``own`` those of the groups of channels at each position,
-    of two convolutions, ``[..., Q, 2 size groups]``, of which ``which`` is one.
+    position's first, ``[size, width]``; ``group_weights``, ``[..., Q, 2 size groups]``, has those
+    of the groups of channels at each position for two convolutions, of which ``which`` is one.
     """
     size, width = base.shape
-    weights = own.float().unflatten(-1, (2, size, -1))[..., which, :, :]
+    weights = group_weights.float().unflatten(-1, (2, size, -1))[..., which, :, :]
     groups = weights.shape[-1]
     wide, out = x.float(), torch.zeros(x.shape, device=x.device)
     for back in range(size):

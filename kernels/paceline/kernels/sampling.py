@@ -219,7 +219,7 @@ def choose_tokens(
     (:func:`accept_or_resample`). Returns int64 ``[R]``, on the device of the logits. A GPU is not
     waited for.
     """
-    if all(each.greedy for each in params):
+    if all(rules.greedy for rules in params):
         return logits.argmax(1)
     noisy = [-1 if row in drafted else position for row, position in enumerate(positions)]
     scores = perturbed_logits(logits, params, noisy)
@@ -255,14 +255,14 @@ def _draft_records(
     """For each draft: row, token, seed, position and the sum of its probabilities as float64; and
     its probabilities: places in ``[D, vocab]`` and float32 bits."""
     proposals = [proposal for _, proposal in drafted.values()]
-    sums = [each.probabilities.sum(dtype=np.float64) for each in proposals]
+    sums = [proposal.probabilities.sum(dtype=np.float64) for proposal in proposals]
     integers = [
         np.array([*drafted]), np.array([token for token, _ in drafted.values()]),
         np.array(seeds, np.uint64).view(np.int64), np.array(positions),
         np.array(sums).view(np.int64),
     ]  # fmt: skip
-    places = [index * vocab + each.tokens for index, each in enumerate(proposals)]
-    values = np.concatenate([each.probabilities for each in proposals]).view(np.int32)
+    places = [index * vocab + proposal.tokens for index, proposal in enumerate(proposals)]
+    values = np.concatenate([proposal.probabilities for proposal in proposals]).view(np.int32)
     return np.stack(integers, 1), np.stack([np.concatenate(places), values])
 
 
@@ -283,10 +283,10 @@ def perturbed_logits(
     if not logits.is_cpu:
         return kernels_for(logits.device).perturb(logits, params, positions, ids)
     tokens = torch.arange(logits.shape[1]) if ids is None else ids
-    scores = torch.stack([_filtered(*each) for each in zip(logits, params, strict=True)])
-    for row, each, position in zip(scores, params, positions, strict=True):
-        if not each.greedy and position >= 0:
-            row += gumbel_noise_at(each.seed, position, tokens)
+    scores = torch.stack([_filtered(*pair) for pair in zip(logits, params, strict=True)])
+    for row, rules, position in zip(scores, params, positions, strict=True):
+        if not rules.greedy and position >= 0:
+            row += gumbel_noise_at(rules.seed, position, tokens)
     return scores
 
 

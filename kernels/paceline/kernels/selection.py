@@ -99,5 +99,5 @@ class PageBounds:
         # All queries are multiplied with the same bounds, so they can be summed first.
         sides = torch.cat([q.clamp(max=0).sum((1, 3)), q.clamp(min=0).sum((1, 3))], dim=2)
         bounds = self._bounds[:, :, : self._known].flatten(0, 1)
-        found = torch.bmm(bounds, sides.view(layers * heads, -1, 1))
-        return found.view(layers, heads, -1).sum(1)
+        scores = torch.bmm(bounds, sides.view(layers * heads, -1, 1))
+        return scores.view(layers, heads, -1).sum(1)
