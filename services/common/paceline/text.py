@@ -18,9 +18,9 @@ _GREEDY = SamplingRules(temperature=0.0)
 def sampling_rules(sampling: Sampling) -> SamplingRules:
     """Convert sampling parameters for the kernels: verifier and drafter must sample alike."""
     bias = tuple(sorted((sampling.logit_bias or {}).items()))
-    own: dict[str, Any] = {"logit_bias": bias, "rejection": sampling.rejects}
-    names = {field.name for field in fields(SamplingRules)} - own.keys()
-    return SamplingRules(**own, **{name: getattr(sampling, name) for name in names})
+    converted: dict[str, Any] = {"logit_bias": bias, "rejection": sampling.rejects}
+    names = {field.name for field in fields(SamplingRules)} - converted.keys()
+    return SamplingRules(**converted, **{name: getattr(sampling, name) for name in names})
 
 
 class Text:

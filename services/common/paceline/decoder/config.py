@@ -134,7 +134,7 @@ class DecoderConfig:
         """Windows of the layers with keys and values of their own. Caches, and readers of caches,
         count these alone."""
         without = {*self.delta_layers, *self.shared_layers}
-        return tuple(each for layer, each in enumerate(self.windows) if layer not in without)
+        return tuple(window for layer, window in enumerate(self.windows) if layer not in without)
 
     @property
     def kv_layers(self) -> int:
@@ -142,14 +142,14 @@ class DecoderConfig:
         return len(self.kv_windows)
 
     def cache_of(self, layer: int) -> int:
-        """Number of the keys and values in caches that a layer reads, or of its recurrent states
-        among those of all layers."""
+        """Return the index of the keys and values in caches that a layer reads, or that of its
+        recurrent states among the layers that have some."""
         if layer in self.delta_layers:
             return self.delta_layers.index(layer)
         if layer in self.shared_layers:
             kinds = [window is None for window in self.kv_windows]
             return len(kinds) - 1 - kinds[::-1].index(self.windows[layer] is None)
-        return layer - sum(each < layer for each in (*self.delta_layers, *self.shared_layers))
+        return layer - sum(other < layer for other in (*self.delta_layers, *self.shared_layers))
 
     @property
     def delta(self) -> DeltaShape | None:
@@ -247,14 +247,14 @@ class Rope:
         self._context = getattr(config, "query_scale_context", 0)
         self._table = self._rows(min(_FIRST_ROWS, config.max_position))
 
-    def table(self, longest: int) -> Tensor:
-        """float32 ``[positions, D]`` up to at least position ``longest``: cosines, then sines.
+    def table(self, last: int) -> Tensor:
+        """float32 ``[positions, D]`` up to at least position ``last``: cosines, then sines.
 
         Several tables are ``[kinds, positions, D]``; that of scaled queries is the last.
         """
-        if longest >= self._table.shape[-2]:
-            doubled = min(1 << (longest + 1).bit_length(), self._max_position)
-            self._table = self._rows(max(doubled, longest + 1))
+        if last >= self._table.shape[-2]:
+            doubled = min(1 << (last + 1).bit_length(), self._max_position)
+            self._table = self._rows(max(doubled, last + 1))
         return self._table
 
     def _rows(self, count: int) -> Tensor:

@@ -148,16 +148,16 @@ class _Attention:
         return self._executor.run(call).taps[0]
 
     def alone(self, block: QueryBlock, nodes: Sequence[int], q: Tensor) -> Tensor:
-        """That of some nodes, each as the only row behind its own path."""
-        text, found = copy(self), []
+        """The attention of some nodes, each as the only row behind its own path."""
+        text, outputs = copy(self), []
         text._planes = self._planes.clone()
         for node in nodes:
             path = torch.from_numpy(block.ancestors()[node]).nonzero()[:, 0]
             stop = block.start + len(path)
             text._planes[:, :, block.start : stop] = self._planes[:, :, block.start + path]
-            own = QueryBlock(0, stop - 1, None, 1)
-            found.append(text.together([own], q[node : node + 1]))
-        return torch.cat(found)
+            single = QueryBlock(0, stop - 1, None, 1)
+            outputs.append(text.together([single], q[node : node + 1]))
+        return torch.cat(outputs)
 
 
 @torch.inference_mode()
@@ -181,12 +181,12 @@ def _attention_that_differs(decoder: Decoder) -> str:
             packed = attention.together(blocks, q).split(lengths)
         finally:
             torch.set_num_threads(threads)
-        for block, own, found in zip(blocks, q.split(lengths), packed, strict=True):
+        for block, queries, outputs in zip(blocks, q.split(lengths), packed, strict=True):
             nodes = [0, 1, block.length // 2, block.length - 1]
-            same = torch.equal(attention.alone(block, nodes, own), found[nodes])
+            same = torch.equal(attention.alone(block, nodes, queries), outputs[nodes])
             if same and block.length < MAX_TREE_NODES:
-                single = attention.together([replace(block, sequence=0)], own)
-                same = torch.equal(single, found)
+                single = attention.together([replace(block, sequence=0)], queries)
+                same = torch.equal(single, outputs)
             if not same:
                 where = f" behind a window of {window}" if window else ""
                 return (

@@ -48,14 +48,14 @@ class DecoderLayer:
 def linears_of(layer: DecoderLayer) -> Iterator[tuple[str, Linear]]:
     """All linear layers of a layer, by name; experts by number."""
     for name in ("qkv", "out", "router", "gate_up", "down"):
-        found = getattr(layer, name)
-        if isinstance(found, Experts):
-            yield from ((f"{name}.{index}", each) for index, each in enumerate(found.experts))
-        elif found is not None:
-            yield name, found
-    for name, found in zip(("gate_up", "down", "gate"), layer.shared or (), strict=False):
-        if found is not None:
-            yield f"shared.{name}", found
+        part = getattr(layer, name)
+        if isinstance(part, Experts):
+            yield from ((f"{name}.{index}", expert) for index, expert in enumerate(part.experts))
+        elif part is not None:
+            yield name, part
+    for name, linear in zip(("gate_up", "down", "gate"), layer.shared or (), strict=False):
+        if linear is not None:
+            yield f"shared.{name}", linear
     if layer.own_input is not None:
         yield from zip(("own.gate", "own.projection"), layer.own_input[:2], strict=True)
 
@@ -188,9 +188,9 @@ def build_layer(config: DecoderConfig, parts: Mapping[str, Part], index: int = 0
     :mod:`paceline.convert.Packer`."""
 
     def tensor(name: str) -> Tensor | None:
-        found = parts.get(name)
-        assert found is None or isinstance(found, Tensor)
-        return found
+        part = parts.get(name)
+        assert part is None or isinstance(part, Tensor)
+        return part
 
     def norm(name: str) -> Norm | None:
         weight = tensor(name)
@@ -220,7 +220,7 @@ def build_layer(config: DecoderConfig, parts: Mapping[str, Part], index: int = 0
         # Zeros that fill up a head make its mean square smaller: weights have the root of the share
         # of the rest as a factor, and the epsilon has the share.
         eps = config.norm_eps * float(v_norm.weight.max()) ** 2
-        head_norms = tuple(replace(each, eps=eps) for each in (*head_norms, v_norm))
+        head_norms = tuple(replace(head_norm, eps=eps) for head_norm in (*head_norms, v_norm))
     scale = tensor("scale")
     expert_norms: Any = tuple(norm(f"expert_norms.{at}") for at in range(4))
     own_input = None

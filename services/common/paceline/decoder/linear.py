@@ -120,10 +120,10 @@ class Experts:
         if not isinstance(experts[0].weight, Tensor):
             return
         # Views of one tensor, for products that run all experts in one call.
-        weights, biases = zip(*((each.weight, each.bias) for each in experts), strict=True)
+        weights, biases = zip(*((expert.weight, expert.bias) for expert in experts), strict=True)
         self._stacked = torch.stack(weights)
         self._bias = None if biases[0] is None else torch.stack(biases).to(weights[0].dtype)
-        self.experts = [Linear(*each) for each in zip(self._stacked, biases, strict=True)]
+        self.experts = [Linear(*pair) for pair in zip(self._stacked, biases, strict=True)]
 
     def __call__(self, x: Tensor, chosen: Tensor) -> Tensor:
         """``[slots, in]`` to ``[slots, out]``, each by its expert: int64 ``[slots]``, rising.

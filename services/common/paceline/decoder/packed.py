@@ -135,8 +135,8 @@ class PackedWeights:
         return {name: self._part(**entry) for name, entry in self._groups[group].items()}
 
     def _part(self, matrix: Mapping[str, Any], tensors: Mapping[str, Any]) -> Part:
-        found: Any = {name: self._tensor(**place) for name, place in tensors.items()}
-        part: Part = PackedMatrix(**matrix, **found) if matrix else found["tensor"]
+        loaded: Any = {name: self._tensor(**place) for name, place in tensors.items()}
+        part: Part = PackedMatrix(**matrix, **loaded) if matrix else loaded["tensor"]
         return part
 
     def _tensor(self, offset: int, dtype: str, shape: list[int]) -> Tensor:
@@ -151,8 +151,8 @@ def new_memory() -> int:
 
 
 def read_header(file: int) -> tuple[dict[str, Any], int]:
-    """The header, and the number of bytes before it. Raises ``ValueError`` if the file is damaged
-    or has another layout."""
+    """Return the header and the number of bytes before it. Raises ``ValueError`` if the file is
+    damaged or has another layout."""
     size = os.fstat(file).st_size
     end = os.pread(
         file, _DIGEST_BYTES + _LENGTH_BYTES, max(0, size - _DIGEST_BYTES - _LENGTH_BYTES)
@@ -161,16 +161,16 @@ def read_header(file: int) -> tuple[dict[str, Any], int]:
     begin = size - len(end) - length
     if not 0 < length <= _MAX_HEADER or begin < 0:
         raise ValueError("the packed weights are cut off")
-    header = os.pread(file, length, begin)
-    if hashlib.sha256(header).digest() != end[:_DIGEST_BYTES]:
+    encoded = os.pread(file, length, begin)
+    if hashlib.sha256(encoded).digest() != end[:_DIGEST_BYTES]:
         raise ValueError("the header of the packed weights is damaged")
-    found: dict[str, Any] = json.loads(header)
-    if found["layout"] != LAYOUT:
+    header: dict[str, Any] = json.loads(encoded)
+    if header["layout"] != LAYOUT:
         raise ValueError(
-            f"the packed weights have the layout {found['layout']!r}, expected {LAYOUT!r}: "
+            f"the packed weights have the layout {header['layout']!r}, expected {LAYOUT!r}: "
             "both processes need the same version"
         )
-    return found, begin
+    return header, begin
 
 
 def _huge_bytes(address: int) -> int:

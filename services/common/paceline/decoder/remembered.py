@@ -56,7 +56,7 @@ def store(file: Path, value: Any) -> None:
     try:
         fresh.write_text(json.dumps(value), encoding="utf-8")
         fresh.replace(file)
-        files = sorted(file.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)
+        files = sorted(file.parent.glob("*.json"), key=lambda path: path.stat().st_mtime)
         for old in files[:-_MAX_FILES]:
             old.unlink(missing_ok=True)
             old.with_suffix(".lock").unlink(missing_ok=True)

@@ -127,11 +127,11 @@ class Device:
         are ``mapped`` from a file's cache; ``share`` is of a GPU's memory. Unit: bytes."""
         return max(0, available_memory() - mapped) // 2
 
-    def warn_of_little_room(self, kv_bytes: int, longest: int, max_context: int) -> None:
+    def warn_of_little_room(self, kv_bytes: int, max_tokens: int, max_context: int) -> None:
         """Warn if so many bytes of KV, which are not taken yet, have no room for texts of
-        ``max_context`` tokens but only for ``longest``, or if a GPU has little else than KV."""
-        if longest < max_context:
-            _log.warning("%d bytes of KV hold texts of %d tokens at most", kv_bytes, longest)
+        ``max_context`` tokens but only for ``max_tokens``, or if a GPU has little else than KV."""
+        if max_tokens < max_context:
+            _log.warning("%d bytes of KV hold texts of %d tokens at most", kv_bytes, max_tokens)
 
     def check_numerics(self, numerics: str) -> None:
         """Raise ``ValueError`` for numerics that it does not have."""
@@ -150,8 +150,8 @@ class Device:
     def rules(self, decoder: Any) -> list[Rule]:
         """What the bits of tokens depend on besides weights and text, equal for verifiers that
         continue each other's texts; empty if no promise holds."""
-        found: list[Rule] = decoder.rules()
-        return found
+        rules: list[Rule] = decoder.rules()
+        return rules
 
     def step_graphs(self, decoder: Any, pool: Any, *, required: bool) -> Any:
         """A :class:`~paceline.cuda.graphs.GraphRunner` of steps over a pool of pages; None without
@@ -219,7 +219,7 @@ def has_driver() -> bool:
 def available_memory() -> int:
     """Main memory that this process can still take: the machine's, or less in a container. Unit:
     bytes."""
-    found = _fields("/proc/meminfo")["MemAvailable"] << 10
+    available = _fields("/proc/meminfo")["MemAvailable"] << 10
     # Of both versions of control groups; page caches are given up when memory is needed.
     for folder, names in (
         ("/sys/fs/cgroup", ("memory.max", "memory.current", "file", "shmem")),
@@ -232,8 +232,8 @@ def available_memory() -> int:
         with suppress(OSError, ValueError, KeyError):
             limit, used = (int(Path(folder, name).read_text()) for name in names[:2])
             kinds = _fields(f"{folder}/memory.stat")
-            found = min(found, limit - (used - kinds[names[2]] + kinds[names[3]]))
-    return max(0, found)
+            available = min(available, limit - (used - kinds[names[2]] + kinds[names[3]]))
+    return max(0, available)
 
 
 def _fields(path: str) -> dict[str, int]:

@@ -80,7 +80,7 @@ def schemas(root: Any) -> Iterator[Schema]:
 
 def _places(root: Any, *, named: bool = True) -> Iterator[SchemaPlace]:
     """The schemas in a schema with their pointers and, if `named`, their addresses. Raises
-    ``SchemaTooComplex``: these are too long."""
+    ``SchemaTooComplex`` if these are too long."""
     names = _id_names(root) if named else ()
     waiting: list[tuple[Any, str, str]] = [(root, "", "")]
     seen: set[int] = set()
@@ -103,17 +103,17 @@ def _places(root: Any, *, named: bool = True) -> Iterator[SchemaPlace]:
             continue
         seen.add(id(schema))
         for name in names:
-            own = schema.get(name)
-            if isinstance(own, str) and not own.startswith("#"):
-                base = take(urldefrag(urljoin(base, own))[0])
+            address = schema.get(name)
+            if isinstance(address, str) and not address.startswith("#"):
+                base = take(urldefrag(urljoin(base, address))[0])
         yield SchemaPlace(schema, pointer, base)
         for name, value in schema.items():
             if name in _MAPS and isinstance(value, dict):
-                for key, each in value.items():
-                    add(each, base, pointer, name, key)
+                for key, part in value.items():
+                    add(part, base, pointer, name, key)
             elif name in _LISTS and isinstance(value, list):
-                for index, each in enumerate(value):
-                    add(each, base, pointer, name, str(index))
+                for index, part in enumerate(value):
+                    add(part, base, pointer, name, str(index))
             elif name in _SCHEMAS:
                 add(value, base, pointer, name)
             elif name in REFERENCES and isinstance(value, str) and value.startswith("#/"):
@@ -171,8 +171,8 @@ def _strip(schema: Schema) -> None:
             or (value is None and name != "const")
             or (name == "format" and value not in FORMATS)
             or any(
-                value == each and type(value) is type(each)
-                for each in _WITHOUT_EFFECT.get(name, ())
+                value == neutral and type(value) is type(neutral)
+                for neutral in _WITHOUT_EFFECT.get(name, ())
             )
             or (name in _NEEDED and not schema.keys() & set(_NEEDED[name]))
         ):
@@ -188,7 +188,7 @@ def _name_properties(schema: Schema, room: int) -> int:
     written = 0
     rules = {name: value for name, value in names.items() if (name, value) != ("type", "string")}
     listed = rules.get("enum", [rules.get("const")])
-    texts = isinstance(listed, list) and all(isinstance(each, str) for each in listed)
+    texts = isinstance(listed, list) and all(isinstance(text, str) for text in listed)
     if rules.keys() in ({"enum"}, {"const"}) and texts:
         # The schema of a property is written for each, so it must have no others within it.
         within = other.values() if isinstance(other, dict) else ()
@@ -228,7 +228,7 @@ def _endless(root: Any) -> list[Schema]:
     """The schemas in a schema whose values have no end: each needs another one of its own kind."""
     left, finite = list(schemas(root)), set[int]()
     for _ in range(_PASSES):  # forwards and backwards, so that a chain of references takes two
-        rest = [each for each in reversed(left) if not _ends(each, root, finite)]
+        rest = [schema for schema in reversed(left) if not _ends(schema, root, finite)]
         if len(rest) == len(left):
             return left
         left = rest
@@ -236,8 +236,8 @@ def _endless(root: Any) -> list[Schema]:
 
 
 def _ends(schema: Schema, root: Any, finite: set[int]) -> bool:
-    """Whether a value of a schema has an end, if those of the ``finite`` ones do, which it joins
-    then."""
+    """Whether a value of a schema has an end, if values of the ``finite`` schemas have one. The
+    schema joins these then."""
     needed: list[Any] = [*_listed(schema, "allOf")]
     reference, items, kind = schema.get("$ref"), schema.get("items"), schema.get("type")
     if isinstance(reference, str) and (reference + "/").startswith("#/"):
@@ -247,15 +247,15 @@ def _ends(schema: Schema, root: Any, finite: set[int]) -> bool:
     if kind in ("array", ["array"]) and type(fewest := schema.get("minItems")) is int:
         first = _listed(schema, "items") or _listed(schema, "prefixItems")
         needed += [*first, *[items] * (fewest > len(first))][: max(0, fewest)]
-    choices = [each for name in ("anyOf", "oneOf") if (each := _listed(schema, name))]
+    choices = [options for name in ("anyOf", "oneOf") if (options := _listed(schema, name))]
 
     def ends(value: Any) -> bool:
         return not isinstance(value, dict) or id(value) in finite
 
-    found = all(map(ends, needed)) and all(any(map(ends, each)) for each in choices)
-    if found:
+    has_end = all(map(ends, needed)) and all(any(map(ends, options)) for options in choices)
+    if has_end:
         finite.add(id(schema))
-    return found
+    return has_end
 
 
 def _listed(schema: Schema, name: str) -> list[Any]:
@@ -269,22 +269,22 @@ def embedded(root: Schema, prefix: str) -> Schema:
     Its references lead where they led before. The names of its parts ($id, $anchor), by which they
     may do so, are left out: they could be those of other parts.
 
-    Raises ``ValueError``: the names of its parts are too long (``SchemaTooComplex``), or malformed.
+    Raises ``ValueError`` if names of its parts are malformed or too long (``SchemaTooComplex``).
     """
     copied: Schema = json.loads(json.dumps(root))
-    found = list(_places(copied))
+    places = list(_places(copied))
     written = 0
     targets: dict[tuple[str, str], str] = {("", ""): ""}
     addresses = _id_names(root)
-    for place in reversed(found):
+    for place in reversed(places):
         for name in addresses:
-            own = place.schema.get(name)
-            if isinstance(own, str) and not own.startswith("#"):
+            address = place.schema.get(name)
+            if isinstance(address, str) and not address.startswith("#"):
                 targets[place.base, ""] = place.pointer
         for name in (*addresses, "$anchor", "$dynamicAnchor"):
-            if isinstance(own := place.schema.get(name), str):
-                targets[place.base, own.removeprefix("#")] = place.pointer
-    for place in found:
+            if isinstance(identifier := place.schema.get(name), str):
+                targets[place.base, identifier.removeprefix("#")] = place.pointer
+    for place in places:
         for name in REFERENCES:
             if isinstance(reference := place.schema.get(name), str):
                 pointer = _pointer(reference, place.base, targets)
@@ -292,7 +292,7 @@ def embedded(root: Schema, prefix: str) -> Schema:
                 written += len(place.schema[name])
                 if written > _REFERENCES_CHARS:
                     raise SchemaTooComplex("the schema's references are too long: name less in it")
-    for place in found:
+    for place in places:
         for name in (*addresses, "$anchor", "$schema"):
             if isinstance(place.schema.get(name), str):
                 del place.schema[name]

@@ -62,12 +62,12 @@ class ServerConnections:
         descriptors = os.listdir(_DESCRIPTORS)
         if len(descriptors) <= max_open:
             return
-        found = []
+        connections = []
         for descriptor in map(int, descriptors):
             if (use := self._last_used(descriptor, port)) is not None:
-                found.append((*use, descriptor))
-        found.sort()
-        for _, _, peer, descriptor in found[: max(0, len(found) - max_open)]:
+                connections.append((*use, descriptor))
+        connections.sort()
+        for _, _, peer, descriptor in connections[: max(0, len(connections) - max_open)]:
             with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
                 if connection.getpeername()[1] == peer:  # else another one has its number now
                     connection.shutdown(socket.SHUT_RDWR)

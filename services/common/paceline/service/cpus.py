@@ -46,8 +46,8 @@ def _affinity() -> set[int]:
 
 
 def _quota(root: Path) -> float:
-    """CPUs that the process's control groups pay for: of each and those around it, the fewest."""
-    found = inf
+    """Return the fewest CPUs that a control group of the process or one around it grants."""
+    quota = inf
     with suppress(OSError, ValueError):
         groups = [line.split(":", 2) for line in _lines(root / "proc/self/cgroup")]
         for line in _lines(root / "proc/self/mountinfo"):
@@ -62,9 +62,9 @@ def _quota(root: Path) -> float:
                 below = path.removeprefix(shown).lstrip("/")
                 group = top / below
                 while group.is_relative_to(top):
-                    found = min(found, _quota_of(group))
+                    quota = min(quota, _quota_of(group))
                     group = group.parent
-    return found
+    return quota
 
 
 def _quota_of(group: Path) -> float:

@@ -64,12 +64,12 @@ class FramedSocket:
         return self._socket.fileno()
 
     def peer_pid(self) -> int:
-        """Process at the other end of a Unix socket; 0 where the system does not tell, or it is not
-        visible here."""
+        """Return the process at the other end of a Unix socket; 0 if the system does not tell, or
+        the process is not visible here."""
         if sys.platform != "linux":
             return 0
-        found = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        pid: int = _CREDENTIALS.unpack(found)[0]
+        ucred = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        pid: int = _CREDENTIALS.unpack(ucred)[0]
         return pid
 
     @property

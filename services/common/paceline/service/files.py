@@ -28,10 +28,10 @@ def read_text(path: Path) -> str:
 
 
 def decoded(content: bytes, name: str, encoding: str = "utf-8") -> str:
-    """Text that another program wrote in an encoding, unless it begins with a byte order mark,
-    which is no part of the text and names the encoding then. Line ends of Windows become "\\n".
-    Raises ``ValueError``, with the name of the content: it is no text in this encoding."""
-    encoding = next((each for mark, each in _MARKS if content.startswith(mark)), encoding)
+    """Return text that another program wrote in an encoding. A byte order mark at its begin names
+    another encoding and is no part of the text. Line ends of Windows become "\\n". Raises
+    ``ValueError``, with the name of the content, if it is not text in the encoding."""
+    encoding = next((codec for mark, codec in _MARKS if content.startswith(mark)), encoding)
     try:
         return content.decode(encoding).replace("\r\n", "\n")
     except UnicodeDecodeError as error:

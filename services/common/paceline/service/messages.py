@@ -31,15 +31,15 @@ def parse(kind: type[M], raw: bytes, max_bytes: int) -> M:
 
 
 def count_fields(kind: Any, raw: bytes) -> int:
-    """Number of the fields of a message of a descriptor, and of the messages within it. Raises
-    ``MessageTooLarge``: there are more than ``MESSAGE_FIELDS``; ``DecodeError``: the message is
-    malformed."""
+    """Return the number of fields of a message, whose descriptor is ``kind``, and of the messages
+    within it. Raises ``MessageTooLarge`` if there are more than ``MESSAGE_FIELDS``, ``DecodeError``
+    if the message is malformed."""
     count, waiting = 0, [(kind, 0, len(raw))]
     while waiting:
-        found, at, stop = waiting.pop()
+        descriptor, at, stop = waiting.pop()
         inner = {
             field.number: field.message_type
-            for field in found.fields
+            for field in descriptor.fields
             if field.message_type is not None
         }
         while at < stop:

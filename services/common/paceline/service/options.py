@@ -67,7 +67,7 @@ def to_words(
     """The command line of the options of a dataclass that are in parsed arguments, but for the
     fields `without`."""
     entries = [entry for entry in fields(options) if "help" in entry.metadata]
-    return words_of(args, [_argument_of(each) for each in entries if each.name not in without])
+    return words_of(args, [_argument_of(entry) for entry in entries if entry.name not in without])
 
 
 def words_of(args: argparse.Namespace, names: Iterable[str]) -> list[str]:
@@ -79,8 +79,8 @@ def words_of(args: argparse.Namespace, names: Iterable[str]) -> list[str]:
             words.append(f"--{flag}" if value else f"--no-{flag}")
         elif value is not None:
             words += [
-                f"--{flag}={_word(each)}"
-                for each in (value if isinstance(value, list) else [value])
+                f"--{flag}={_word(item)}"
+                for item in (value if isinstance(value, list) else [value])
             ]
     return words
 
@@ -288,16 +288,16 @@ def read_secret(what: str, file: Path | None, variable: str, file_variable: str)
 
 
 def stays_on_this_machine(address: str) -> bool:
-    """Whether only processes of this machine can reach an address. Raises OptionsError: it is
-    malformed, or its host cannot be resolved."""
+    """Whether only processes of this machine can reach an address. Raises OptionsError if it is
+    malformed or its host cannot be resolved."""
     if socket_path_of(address) is not None:
         return True
     host, port = split_address(address)
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        resolved = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise OptionsError(f"cannot resolve the host of address {address}: {error}") from error
-    return all(ipaddress.ip_address(str(entry[4][0])).is_loopback for entry in found)
+    return all(ipaddress.ip_address(str(entry[4][0])).is_loopback for entry in resolved)
 
 
 def socket_path_of(address: str) -> Path | None:

@@ -80,7 +80,7 @@ def log_beside_others() -> None:
 
 def printable(text: str) -> str:
     """A text on one line: characters that are not shown are escaped, as "\\x1b" or "\\u202e"."""
-    return _UNSEEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _UNSEEN.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 class JsonFormatter(logging.Formatter):
@@ -103,7 +103,7 @@ class JsonFormatter(logging.Formatter):
             entry["exception"] = self.formatException(record.exc_info)
         line = json.dumps(entry, default=str, ensure_ascii=False)
         # JSON itself escapes only some of them. All are inside texts.
-        return _UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", line)
+        return _UNSEEN.sub(lambda match: f"\\u{ord(match[0]):04x}", line)
 
 
 class TextFormatter(logging.Formatter):
@@ -117,7 +117,7 @@ class TextFormatter(logging.Formatter):
             return line
         # Its message may have lines of its own: indented, none of them looks like a record.
         lines = self.formatException(record.exc_info).split("\n")
-        return "\n".join([line, *(f"  {printable(each)}" for each in lines)])
+        return "\n".join([line, *(f"  {printable(text)}" for text in lines)])
 
 
 def _record_fields(record: logging.LogRecord) -> dict[str, object]:
@@ -160,15 +160,15 @@ def share_one_heap() -> None:
 
 def _library_pages() -> Iterator[tuple[int, int]]:
     """Addresses of pages of libraries of which this process has no copies of its own."""
-    found = (0, 0)
+    pages = (0, 0)
     for line in Path("/proc/self/smaps").read_text().splitlines():
         words = line.split()
         if "-" in words[0]:
             start, stop = (int(word, 16) for word in words[0].split("-"))
             library = ".so" in words[-1] and "w" not in words[1]
-            found = (start, stop) if library else (0, 0)
-        elif words[0] == "Anonymous:" and words[1] == "0" and found[1]:
-            yield found
+            pages = (start, stop) if library else (0, 0)
+        elif words[0] == "Anonymous:" and words[1] == "0" and pages[1]:
+            yield pages
 
 
 class Stop:

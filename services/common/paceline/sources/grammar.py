@@ -222,8 +222,8 @@ class GrammarSource:
         confidences: list[float] = []
         survival, last, indent = 1.0, self._last, self._indent
         try:
-            while len(tokens) < depth and (found := self._next(last, indent)) is not None:
-                last, confidence = found
+            while len(tokens) < depth and (choice := self._next(last, indent)) is not None:
+                last, confidence = choice
                 survival *= confidence
                 if survival < _MIN_SURVIVAL or last in self._stop_ids:
                     break
@@ -249,7 +249,7 @@ class GrammarSource:
         """Tokens allowed at the present place, and how many they are; none: it is free text, or
         nobody knows."""
         accepts = self._constraint.accepts
-        if self._probes and sum([accepts((each,)) for each in self._probes]) >= _PROBES - 1:
+        if self._probes and sum([accepts((probe,)) for probe in self._probes]) >= _PROBES - 1:
             return b"", 0
         allowed = self._constraint.allowed()
         if allowed is None:

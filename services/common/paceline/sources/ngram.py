@@ -72,20 +72,20 @@ class NgramIndex:
         Returns (position of the continuation, length of the match) of each match, longer n-grams
         first, more recent positions first among equals.
         """
-        found: dict[int, int] = {}
+        lengths: dict[int, int] = {}
         for index in range(len(self._keys) - 1, max(0, shortest - self._min) - 1, -1):
             position = self._latest.get(self._keys[index])
             for _ in range(limit):
                 if position is None:
                     break
-                if position not in found:
+                if position not in lengths:
                     length = self._match_length(position, match_limit)
                     if length >= self._min + index:
-                        found[position] = length
-                        if len(found) == limit:
-                            return list(found.items())
+                        lengths[position] = length
+                        if len(lengths) == limit:
+                            return list(lengths.items())
                 position = self._earlier[position][index]
-        return list(found.items())
+        return list(lengths.items())
 
     def _hashes(self) -> tuple[int, ...]:
         """Hashes of the n-grams that end the indexed text."""
@@ -176,7 +176,7 @@ class SharedTexts:
         """
         if self._end == 1:
             return []
-        found: dict[int, int] = {}
+        lengths: dict[int, int] = {}
         oldest = max(1, self._end - self._mask - 1)
         for n, (latest, earlier) in zip(reversed(self._sizes), reversed(self._views), strict=True):
             if not shortest <= n <= len(text):
@@ -185,22 +185,22 @@ class SharedTexts:
             for _ in range(limit):
                 if position <= oldest:
                     break
-                if position not in found:
+                if position not in lengths:
                     max_length = min(match_limit, len(text), position - oldest)
                     length = self._match_length(text, position, max_length)
                     if length >= n:
-                        found[position] = length
-                        if len(found) == limit:
-                            return list(found.items())
+                        lengths[position] = length
+                        if len(lengths) == limit:
+                            return list(lengths.items())
                 position = earlier[position & self._mask]
-        return list(found.items())
+        return list(lengths.items())
 
     def continuation(self, position: int, length: int) -> tuple[int, ...]:
         """Return at most ``length`` tokens from a position to the end of its text."""
         first, count = position & self._mask, min(length, self._end - position)
-        found = self._token[first : first + count].tolist()
-        found += self._token[: count - len(found)].tolist()  # around the end of the ring
-        return tuple(found[: found.index(_SEPARATOR)] if _SEPARATOR in found else found)
+        tokens = self._token[first : first + count].tolist()
+        tokens += self._token[: count - len(tokens)].tolist()  # around the end of the ring
+        return tuple(tokens[: tokens.index(_SEPARATOR)] if _SEPARATOR in tokens else tokens)
 
     def _match_length(self, text: Sequence[int], position: int, max_length: int) -> int:
         token, mask = self._token, self._mask
@@ -357,15 +357,15 @@ class NgramSource:
         nodes = min(nodes, options.max_nodes)
         depth = min(depth, options.depth, nodes)
         min_survival = max(min_survival, options.min_survival)
-        found = self._continuations(self._index, self._in_text, depth, min_survival)
-        self._predictions = found[:1]
+        continuations = self._continuations(self._index, self._in_text, depth, min_survival)
+        self._predictions = continuations[:1]
         if self._shared is not None:
             more = self._continuations(self._shared, self._in_texts, depth, min_survival)
             self._predictions += more[:1]
-            found += more
-        if not found:
+            continuations += more
+        if not continuations:
             return EMPTY
-        root = _merge(found)
+        root = _merge(continuations)
         if len(root) == 1:
             return _chain(root[0], min(nodes, depth), min_survival)
         return grow(
@@ -392,17 +392,17 @@ class NgramSource:
         options, shortest = self._options, 1
         while shortest < options.max_n and statistics.confidence(shortest) < min_survival:
             shortest += 1
-        found = source.matches(
+        matches = source.matches(
             self._text,
             limit=options.continuations,
             match_limit=options.match_limit,
             shortest=shortest,
         )
-        if found and all(statistics.confidence(match) < min_survival for _, match in found):
-            depth, found = 1, found[:1]
+        if matches and all(statistics.confidence(match) < min_survival for _, match in matches):
+            depth, matches = 1, matches[:1]
         return [
             Continuation(source.continuation(position, depth), match, match * match, statistics)
-            for position, match in found
+            for position, match in matches
         ]
 
 
@@ -422,11 +422,11 @@ class NgramOwners:
 def _merge(continuations: Iterable[Continuation]) -> Sequence[Continuation]:
     """Merge equal continuations, in order of appearance."""
     merged: dict[tuple[int, ...], Continuation] = {}
-    for each in continuations:
-        same = merged.get(each.tokens, each)
-        weight = each.weight if same is each else each.weight + same.weight
-        longer = each if each.match > same.match else same
-        merged[each.tokens] = longer._replace(weight=weight)
+    for continuation in continuations:
+        same = merged.get(continuation.tokens, continuation)
+        weight = continuation.weight if same is continuation else continuation.weight + same.weight
+        longer = continuation if continuation.match > same.match else same
+        merged[continuation.tokens] = longer._replace(weight=weight)
     return list(merged.values())
 
 
@@ -455,12 +455,12 @@ def _expand(
         return
     branches: dict[int, list[Continuation]] = {}
     total = 0
-    for each in continuations:
-        if level < len(each.tokens):
-            branches.setdefault(each.tokens[level], []).append(each)
-            total += each.weight
+    for continuation in continuations:
+        if level < len(continuation.tokens):
+            branches.setdefault(continuation.tokens[level], []).append(continuation)
+            total += continuation.weight
     for token, branch in branches.items():
-        weight = sum(each.weight for each in branch)
-        longest = max(branch, key=lambda each: each.match)
+        weight = sum(continuation.weight for continuation in branch)
+        longest = max(branch, key=lambda continuation: continuation.match)
         confidence = longest.statistics.confidence(longest.match + level)
         yield token, confidence * weight / total, branch

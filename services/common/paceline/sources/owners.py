@@ -21,9 +21,9 @@ class Owners(Generic[_T]):
     def of(self, name: str) -> _T:
         """Return the store of one owner, who then counts as the newest. Without a name ("") the
         store is a new one that is not kept."""
-        found = self._kept.pop(name, None) or self._make()
+        store = self._kept.pop(name, None) or self._make()
         if name:
-            self._kept[name] = found
+            self._kept[name] = store
         while len(self._kept) > self._limit:
             self._kept.popitem(last=False)
-        return found
+        return store

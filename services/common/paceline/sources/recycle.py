@@ -56,7 +56,7 @@ class RecycledTokens:
         from the first one on whose probability is zero or no number are left out."""
         known = self._candidates
         if not (chances and chances[-1] > 0):
-            count = next((at for at, each in enumerate(chances) if not each > 0), len(chances))
+            count = next((at for at, chance in enumerate(chances) if not chance > 0), len(chances))
             tokens, chances = tokens[:count], chances[:count]
             if not count:
                 return
@@ -71,9 +71,9 @@ class RecycledTokens:
     def find(self, context: Context) -> tuple[int, Sequence[int], Sequence[float]]:
         """Length of the longest known end of a context (0: none), its tokens and probabilities."""
         for length in range(len(context), 0, -1):
-            found = self._candidates.get(context[-length:])
-            if found is not None:
-                return length, *found
+            row = self._candidates.get(context[-length:])
+            if row is not None:
+                return length, *row
         return 0, (), ()
 
     def confidence(self, length: int, rank: int, chance: float) -> float:
@@ -123,15 +123,15 @@ class RecycleSource:
         their probabilities, best first."""
         known, context = self._known, self._context
         for place, token in enumerate(tokens):
-            length, found, chances = self._ranked(context, place)
+            length, likely, chances = self._ranked(context, place)
             if length:
-                known.observe(length, found, chances, token)
+                known.observe(length, likely, chances, token)
             context = (*context, token)[-_MAX_CONTEXT:]
         contexts = [self._context]
         for token, parent in zip(tree.tokens, tree.parents, strict=True):
             contexts.append((*contexts[parent + 1], token)[-_MAX_CONTEXT:])
-        for each, (found, chances) in zip(contexts, candidates, strict=True):
-            known.note(each, found, chances)
+        for node_context, (likely, chances) in zip(contexts, candidates, strict=True):
+            known.note(node_context, likely, chances)
         self._context = context
         self._length += len(tokens)
 

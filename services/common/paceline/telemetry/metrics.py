@@ -84,7 +84,7 @@ class Metrics(Collector):
 
     def describe(self) -> Iterator[Family]:
         """Names and kinds, by which a registry refuses a second metric of a name."""
-        return (Family(each.name, each.text, each.kind) for each in self._table)
+        return (Family(metric.name, metric.text, metric.kind) for metric in self._table)
 
     def collect(self) -> Iterator[Family]:
         """All metrics in the order of the table. Runs on the endpoint's thread."""

@@ -36,9 +36,9 @@ def tracer() -> Tracer | None:
     from opentelemetry import trace
     from opentelemetry.sdk.trace import Tracer
 
-    found = trace.get_tracer_provider().get_tracer("paceline", schema_url=SCHEMA_URL)
+    current = trace.get_tracer_provider().get_tracer("paceline", schema_url=SCHEMA_URL)
     # With OTEL_SDK_DISABLED the SDK returns a tracer of another class.
-    return found if isinstance(found, Tracer) else None
+    return current if isinstance(current, Tracer) else None
 
 
 def traceparent_of(span: Span) -> str:

@@ -31,19 +31,19 @@ class TokenError(ValueError):
 
 
 def is_local(address: str) -> bool:
-    """Whether a connection to an address stays on this machine, without a look at DNS: that of a
-    Unix socket or of the loopback interface. Of where a server listens
-    `service.options.stays_on_this_machine` tells it."""
+    """Whether a connection to an address stays on this machine, without a look at DNS: the address
+    is a Unix socket or of the loopback interface. `service.options.stays_on_this_machine` is for
+    the address at which a server listens."""
     if address.startswith(_UNIX):
         return True
     host = re.sub(f"^({_DNS}|ipv[46]:)", "", address).rpartition(":")[0].strip("[]")
     try:
-        found = ipaddress.ip_address(host)
+        ip = ipaddress.ip_address(host)
     except ValueError:
         return host.lower().rstrip(".") == "localhost"
-    found = getattr(found, "ipv4_mapped", None) or found
+    ip = getattr(ip, "ipv4_mapped", None) or ip
     # A connection to 0.0.0.0 or [::] is one to this machine.
-    return found.is_loopback or found.is_unspecified
+    return ip.is_loopback or ip.is_unspecified
 
 
 def certified_name(address: str) -> str:
@@ -98,7 +98,7 @@ def note_services(services: Iterable[str], unused: str) -> Iterator[Callable[[],
     try:
         yield lambda: write(replace(noted, ready=True))
     finally:
-        if (found := noted_services(noted.services[0])) and found.pid == noted.pid:
+        if (stored := noted_services(noted.services[0])) and stored.pid == noted.pid:
             file.unlink(missing_ok=True)  # else of a later command
 
 
@@ -140,10 +140,10 @@ def _make_folder() -> Path:
 
 
 def _trusted(folder: Path) -> Path:
-    """The folder, if only this user can write to it. Raises ``TokenError`` otherwise, ``OSError``:
+    """Return the folder. Raises ``TokenError`` if others than this user can use it, ``OSError`` if
     there is none."""
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise TokenError(
             f"the folder of tokens {folder} must be this user's alone (mode 0700): remove it, set "
             "XDG_RUNTIME_DIR to another one, or give --token-file"

@@ -95,15 +95,15 @@ def merge(first: TokenTree, second: TokenTree, *, nodes: int, depth: int) -> Tok
     children = [[tree.children(node) for node in range(-1, len(tree))] for tree in trees]
 
     def expand(state: tuple[int, int], level: int) -> Iterator[tuple[int, float, tuple[int, int]]]:
-        found: dict[int, tuple[float, tuple[int, int]]] = {}
+        merged: dict[int, tuple[float, tuple[int, int]]] = {}
         for place, (tree, node) in enumerate(zip(trees, state, strict=True)):
             for child in children[place][node + 1] if node >= -1 else ():
                 token, chance = tree.tokens[child], tree.acceptance_probabilities[child]
-                other = found.get(token, (0.0, (_NONE, _NONE)))
+                other = merged.get(token, (0.0, (_NONE, _NONE)))
                 pair = (child, other[1][1]) if place == 0 else (other[1][0], child)
-                found[token] = (max(chance, other[0]), pair)
-        total = max(1.0, sum(chance for chance, _ in found.values()))
-        for token, (chance, pair) in found.items():
+                merged[token] = (max(chance, other[0]), pair)
+        total = max(1.0, sum(chance for chance, _ in merged.values()))
+        for token, (chance, pair) in merged.items():
             yield token, chance / total, pair
 
     tokens, parents, confidences, states = _grow((-1, -1), expand, nodes, depth)
