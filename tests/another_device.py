@@ -38,8 +38,8 @@ class _Device(Device):
 
     def receive(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [
-            torch.empty(each.shape, dtype=each.dtype).copy_(each, non_blocking=True)
-            for each in tensors
+            torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor, non_blocking=True)
+            for tensor in tensors
         ]
 
     def map(self, work: Any, numbers: Any, cores: int | None = None) -> list[Any]:
@@ -81,22 +81,22 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     name = func._schema.name
     if name in _ANSWERS:
         return _ANSWERS[name]
-    given = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, Tensor)]
-    ours = [each for each in given if isinstance(each, OnDevice)]
+    given = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+    ours = [leaf for leaf in given if isinstance(leaf, OnDevice)]
     copies = name in _COPIES
-    strangers = [each for each in given if not isinstance(each, OnDevice) and each.dim() > 0]
+    strangers = [leaf for leaf in given if not isinstance(leaf, OnDevice) and leaf.dim() > 0]
     if ours and strangers and not copies:
         raise AssertionError(f"{func} takes tensors of both devices")
-    wanted = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.device)]
+    wanted = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.device)]
     there = wanted[0].type == "other" if wanted else bool(ours)
     if name == "aten::copy_":
         there = isinstance(args[0], OnDevice)
-    own = {id(each.inner): each for each in ours}
+    wrappers = {id(tensor.inner): tensor for tensor in ours}
 
-    def outer(each: Any) -> Any:
-        if not isinstance(each, Tensor) or not there:
-            return each
-        return own[id(each)] if id(each) in own else OnDevice(each)
+    def outer(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not there:
+            return value
+        return wrappers[id(value)] if id(value) in wrappers else OnDevice(value)
 
     with torch.inference_mode(False), torch.no_grad():  # or wrappers could be no views of others
         out = func(*tree_map(_inner, args), **tree_map(_inner, kwargs))
@@ -105,10 +105,10 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         return tree_map(outer, out)
 
 
-def _inner(each: Any) -> Any:
-    if isinstance(each, torch.device):
+def _inner(value: Any) -> Any:
+    if isinstance(value, torch.device):
         return torch.device("cpu")
-    return each.inner if isinstance(each, OnDevice) else each
+    return value.inner if isinstance(value, OnDevice) else value
 
 
 @contextmanager

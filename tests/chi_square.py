@@ -10,12 +10,12 @@ FALSE_ALARM = 1e-4
 _MIN_EXPECTED = 5.0
 
 
-def p_value(found: Iterable[Hashable], chances: Mapping[Hashable, float]) -> float:
+def p_value(outcomes: Iterable[Hashable], chances: Mapping[Hashable, float]) -> float:
     """Chance of samples at least this far from their distribution; 0 if one is impossible.
 
     Outcomes expected fewer than five times are taken together.
     """
-    samples = list(found)
+    samples = list(outcomes)
     counts = dict.fromkeys(chances, 0)
     for sample in samples:
         if chances.get(sample, 0.0) <= 0.0:

@@ -38,25 +38,25 @@ def run(decoder: Decoder, tokens: list[int]) -> torch.Tensor:
 
 
 def milliseconds(decoder: Decoder, tokens: list[int]) -> float:
-    """Of a step of one row behind a text: minimum of 20."""
-    cache, found = LocalCache(decoder.config), []
+    """Return the time of a step of one row behind a text: minimum of 20."""
+    cache, times = LocalCache(decoder.config), []
     extend(decoder, cache, torch.tensor(tokens))
     for _ in range(20):
         began = time.perf_counter()
         extend(decoder, cache, torch.tensor([tokens[0]]))
-        found.append((time.perf_counter() - began) * 1e3)
-    return min(found)
+        times.append((time.perf_counter() - began) * 1e3)
+    return min(times)
 
 
 def gguf_error(name: str, folder: Path, tokens: list[int]) -> str:
-    """Of a GGUF file's logits beside those of its folder, in float32."""
+    """Return the error of a GGUF file's logits beside those of its folder, in float32."""
     if name not in GGUF_NAMES:
         return "not as a file"
     known = UNKNOWN.get(name, {})  # fields that a file does not contain have one value
     stored = save_model(folder / "stored", name, vocab_size=models.VOCAB, **known)
     expected = run(load_decoder(stored), tokens)
-    found = run(load_decoder(write_gguf(folder / "model.gguf", stored)), tokens)
-    error = float((found - expected).abs().max() / expected.std())
+    logits = run(load_decoder(write_gguf(folder / "model.gguf", stored)), tokens)
+    error = float((logits - expected).abs().max() / expected.std())
     assert error < MAX_FLOAT_ERROR, f"{name}: logits of the GGUF file differ by {error}"
     return f"{error:.0e}"
 

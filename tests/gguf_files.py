@@ -56,12 +56,12 @@ def write_gguf(
     _add_config(writer, config)
     if (folder / "tokenizer.json").is_file():
         _add_tokenizer(writer, folder)
-    number = next(each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    number = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
     tensors = _stacked(weights)
     for hf_name in [name for name in tensors if "in_proj_qkvz" in name]:
         parts = _split(tensors.pop(hf_name), config)
-        tensors |= {hf_name.replace("qkvz", each): part for each, part in parts.items()}
+        tensors |= {hf_name.replace("qkvz", key): part for key, part in parts.items()}
     for hf_name, tensor in tensors.items():
         name = names.get_name(hf_name.replace("_scalar", "_scalar.weight"), (".weight", ".bias"))
         for end, stored_end in SCALES.items():
@@ -106,28 +106,28 @@ def as_file(folder: Path) -> Path:
 
 def _stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a folder, with those of all experts of a layer as one."""
-    found: dict[str, Tensor] = {}
+    stacked: dict[str, Tensor] = {}
     names = {".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}
     for name in tensors:
         one = re.sub(r"\.experts\.\d+\.", ".experts.", name)
         if ".experts." in name and ".mlp." not in name and one == name:  # Gemma 4: as in files
-            found[f"{name}.weight"] = tensors[name]
+            stacked[f"{name}.weight"] = tensors[name]
             continue
         if ".experts.gate_up_proj" in name:  # gpt-oss: in turns
             for half, part in enumerate(("gate_proj", "up_proj")):
                 ours = name.replace("gate_up_proj", part)
-                found |= _transposed(ours, tensors[name][..., half::2])
+                stacked |= _transposed(ours, tensors[name][..., half::2])
             continue
         if one == name:
-            found |= _transposed(name, tensors[name])
+            stacked |= _transposed(name, tensors[name])
             continue
         ours = one.replace(".block_sparse_moe.", ".mlp.")
         for part, new in names.items():
             ours = ours.replace(part, new)
-        count = sum(re.sub(r"\.experts\.\d+\.", ".experts.", each) == one for each in tensors)
-        each = (one.replace(".experts.", f".experts.{e}.") for e in range(count))
-        found[ours] = torch.stack([tensors[key] for key in each])
-    return found
+        count = sum(re.sub(r"\.experts\.\d+\.", ".experts.", other) == one for other in tensors)
+        keys = (one.replace(".experts.", f".experts.{e}.") for e in range(count))
+        stacked[ours] = torch.stack([tensors[key] for key in keys])
+    return stacked
 
 
 def _split(tensor: Tensor, config: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -173,8 +173,8 @@ def write(writer: gguf.GGUFWriter) -> None:
 
 
 def _rope(config: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = config["rope_parameters"]
-    return found.get("full_attention", found)
+    rope: dict[str, Any] = config["rope_parameters"]
+    return rope.get("full_attention", rope)
 
 
 def _add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
@@ -246,7 +246,7 @@ def _add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     local = config["rope_parameters"].get("sliding_attention")
     if local is not None:
         writer.add_rope_freq_base_swa(local["rope_theta"])
-    own = {
+    setters = {
         "embedding_multiplier": writer.add_embedding_scale,
         "attention_multiplier": writer.add_attention_scale,
         "residual_multiplier": writer.add_residual_scale,
@@ -256,13 +256,13 @@ def _add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     }
     windows = ("gpt_oss", "olmo3", "phi3", "gemma2", "gemma3_text", "gemma4_text", "exaone4")
     if config["model_type"] in windows:
-        own["sliding_window"] = writer.add_sliding_window
+        setters["sliding_window"] = writer.add_sliding_window
     if config["model_type"] in ("gemma4_text", "exaone4") and config["sliding_window"]:
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in kinds])
     if beta := rope.get("llama_4_scaling_beta"):
         writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
         writer.add_attn_temperature_scale(beta)
-    for name, add in own.items():
+    for name, add in setters.items():
         if config.get(name) is not None:
             add(config[name])
     writer.add_bos_token_id(config["bos_token_id"])
@@ -270,16 +270,16 @@ def _add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
-    found = json.loads((folder / "tokenizer.json").read_text())
-    vocab = {**found["model"]["vocab"], **{t["content"]: t["id"] for t in found["added_tokens"]}}
-    special = {token["content"] for token in found["added_tokens"] if token["special"]}
+    saved = json.loads((folder / "tokenizer.json").read_text())
+    vocab = {**saved["model"]["vocab"], **{t["content"]: t["id"] for t in saved["added_tokens"]}}
+    special = {token["content"] for token in saved["added_tokens"] if token["special"]}
     tokens = sorted(vocab, key=vocab.__getitem__)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
     kinds = (gguf.TokenType.NORMAL, gguf.TokenType.CONTROL)
     writer.add_token_types([kinds[token in special] for token in tokens])
-    writer.add_token_merges([" ".join(pair) for pair in found["model"]["merges"]])
+    writer.add_token_merges([" ".join(pair) for pair in saved["model"]["merges"]])
     template = folder / "chat_template.jinja"
     if template.is_file():
         writer.add_chat_template(template.read_text())

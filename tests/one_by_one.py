@@ -67,8 +67,8 @@ def _run_block(
         mixed = silu((read * delta.convolution).sum(0))
         if n >= committed:
             parent = n - 1 if block.parents is None else block.parents[n]
-            found, read = _token(delta, states.get(parent, state), mixed, scalars[replayed + n])
-            states[n] = found
+            after, read = _token(delta, states.get(parent, state), mixed, scalars[replayed + n])
+            states[n] = after
         else:
             state, read = _token(delta, state, mixed, scalars[replayed + n])
         if n >= 0:
@@ -90,7 +90,7 @@ def _token(delta: Delta, state: Tensor, mixed: Tensor, scalars: Tensor) -> tuple
     keys = shape.key_heads * shape.key_dim
     q, k, v = mixed.split([keys, keys, shape.value_heads * shape.value_dim])
     group = shape.value_heads // shape.key_heads
-    q, k = (_unit(each.view(shape.key_heads, -1)).repeat_interleave(group, 0) for each in (q, k))
+    q, k = (_unit(part.view(shape.key_heads, -1)).repeat_interleave(group, 0) for part in (q, k))
     assert delta.rates is not None
     beta, decay = scalars.chunk(2)
     decay = torch.exp(-delta.rates * softplus(decay + delta.bias))[:, None, None]

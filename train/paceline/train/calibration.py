@@ -23,25 +23,25 @@ class Chain:
 
 
 def fit_temperatures(chains: Sequence[Chain], levels: int) -> tuple[float, ...]:
-    """What the logits of the confidences are divided by, for each of ``levels`` levels.
+    """Return the divisor of the logits of the confidences for each of ``levels`` levels.
 
     From shallow to deep, each minimises the log loss of the survival at its level, with those above
     it fixed. The paper minimises the expected calibration error, which is as small for a
     temperature that makes all confidences nearly equal.
     """
-    found: list[float] = []
+    temperatures: list[float] = []
     for level in range(levels):
-        reaching = [each for each in chains if len(each.confidences) > level]
+        reaching = [chain for chain in chains if len(chain.confidences) > level]
         if len(reaching) < _MIN_CHAINS:
             break
-        confidences = np.array([each.confidences[: level + 1] for each in reaching])
-        accepted = np.array([each.accepted > level for each in reaching])
+        confidences = np.array([chain.confidences[: level + 1] for chain in reaching])
+        accepted = np.array([chain.accepted > level for chain in reaching])
         losses = [
-            _log_loss(_survival(confidences, [*found, temperature]), accepted)
+            _log_loss(_survival(confidences, [*temperatures, temperature]), accepted)
             for temperature in _TEMPERATURES
         ]
-        found.append(round(float(_TEMPERATURES[np.argmin(losses)]), 4))
-    return tuple(found) + (1.0,) * (levels - len(found))
+        temperatures.append(round(float(_TEMPERATURES[np.argmin(losses)]), 4))
+    return tuple(temperatures) + (1.0,) * (levels - len(temperatures))
 
 
 def _log_loss(survival: NDArray[np.float64], accepted: NDArray[np.bool_]) -> float:

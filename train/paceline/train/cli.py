@@ -33,23 +33,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         _add_target(parser)
         recipe.add_arguments(parser)
         parser.set_defaults(recipe=recipe)
-    own = commands.add_parser("own-text", help="let an instruct model write conversations")
-    _add_target(own)
-    own.add_argument("--data", default="stdlib", help="'stdlib' or a folder of text files")
-    own.add_argument("--count", type=int, default=1024, help="number of conversations")
-    own.add_argument("--seed", type=int, default=0, help="other seeds give other conversations")
-    own.add_argument(
+    texts = commands.add_parser("own-text", help="let an instruct model write conversations")
+    _add_target(texts)
+    texts.add_argument("--data", default="stdlib", help="'stdlib' or a folder of text files")
+    texts.add_argument("--count", type=int, default=1024, help="number of conversations")
+    texts.add_argument("--seed", type=int, default=0, help="other seeds give other conversations")
+    texts.add_argument(
         "--kinds", nargs="+", metavar="KIND", help="write these alone, e.g. document; default: all"
     )
-    own.add_argument("--weights", default="int8", help="format of the target's weights")
-    own.add_argument(
+    texts.add_argument("--weights", default="int8", help="format of the target's weights")
+    texts.add_argument(
         "--out",
         type=Path,
         required=True,
         metavar="FILE",
         help="JSON lines; an old file is extended",
     )
-    own.add_argument("--minutes", type=float, default=math.inf, help="time budget; default: none")
+    texts.add_argument("--minutes", type=float, default=math.inf, help="time budget; default: none")
     for command in commands.choices.values():
         _name_defaults(command)
 

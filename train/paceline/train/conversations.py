@@ -72,23 +72,23 @@ def read_conversations(path: Path) -> list[TokenizedConversation]:
     """Read a file of conversations; a last line that was cut off while writing is left out. Raises
     ``ValueError`` if another line is no conversation."""
     lines = path.read_bytes().split(b"\n")
-    found = []
+    conversations = []
     for number, line in enumerate(lines[:-1], 1):  # each line ends with a newline
         try:
             row = json.loads(line)
             row["prompt"], row["answer"] = tuple(row["prompt"]), tuple(row["answer"])
-            found.append(TokenizedConversation(**row))
+            conversations.append(TokenizedConversation(**row))
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"line {number} of {path} is no conversation: {error!r}; expected a file of "
                 "`paceline train own-text`"
             ) from error
-    return found
+    return conversations
 
 
 def _append(path: Path, conversations: Iterable[TokenizedConversation]) -> None:
     """Add lines to the file, in one write."""
-    text = "".join(json.dumps(asdict(each)) + "\n" for each in conversations)
+    text = "".join(json.dumps(asdict(conversation)) + "\n" for conversation in conversations)
     with path.open("a", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -220,9 +220,9 @@ def _question(
         return Question(kind, one_of(openings), True, system=one_of(_WORDS["system"]))
     if kind == "turns":
         ended = [
-            each.tokens
-            for each in written
-            if each.answer[-1] == template.stop and len(each.tokens) <= _BEFORE
+            conversation.tokens
+            for conversation in written
+            if conversation.answer[-1] == template.stop and len(conversation.tokens) <= _BEFORE
         ]
         if ended:
             before = tuple(ended[int(draw.integers(len(ended)))])
@@ -238,9 +238,9 @@ def _question(
     if kind == "tools":
         return Question(kind, one_of(_WORDS["tools"]), True, system=_tools_prompt(draw))
     if kind == "edit":
-        own = [each for each in written if each.kind in ("chat", "mathematics")]
-        if own and draw.random() < 0.6:
-            text = template.text(own[draw.integers(len(own))].answer)
+        editable = [earlier for earlier in written if earlier.kind in ("chat", "mathematics")]
+        if editable and draw.random() < 0.6:
+            text = template.text(editable[draw.integers(len(editable))].answer)
             return Question(kind, f"{one_of(_WORDS['edit'])}\n\n{text}", False)
         text = f"{one_of(_WORDS['edit_code'])}\n```\n{piece(_EDIT)}\n```"
         return Question(kind, text, False)
@@ -255,7 +255,7 @@ def _tools_prompt(draw: np.random.Generator) -> str:
             "name": name,
             "parameters": {
                 "type": "object",
-                "properties": {each: {"type": "string"} for each in parameters},
+                "properties": {parameter: {"type": "string"} for parameter in parameters},
                 "required": parameters,
             },
         }
@@ -308,7 +308,7 @@ def _answer(
         params = SamplingRules(temperature=_HEATS[number % 2], seed=seed)
         length = _DOCUMENT_ANSWER if question.kind == "document" else _ANSWER
         tasks.append(Task(template.whole(question), params, length))
-    found = sorted(phase.take(write_texts(decoder, tasks, template.stop)))
+    answers = sorted(phase.take(write_texts(decoder, tasks, template.stop)))
     return [
         TokenizedConversation(
             questions[number].kind,
@@ -317,7 +317,7 @@ def _answer(
             tuple(tasks[number].prompt),
             tuple(answer),
         )
-        for number, answer in found
+        for number, answer in answers
     ]
 
 
@@ -367,14 +367,14 @@ class OwnTexts:
                 write_conversations(decoder, tokenizer, documents, share, path, seed, until=until)
                 whole.touch()  # a run that goes on reads the texts that it began with
         state.wait_for_everyone()
-        found = [each for path in _files(run.work) for each in read_conversations(path)]
-        trained = [each for number, each in enumerate(found) if number % _HELD_OUT]
+        texts = [text for path in _files(run.work) for text in read_conversations(path)]
+        trained = [text for number, text in enumerate(texts) if number % _HELD_OUT]
         if not trained:
             raise ValueError(
-                f"there are {len(found)} conversations to train on and hold out: give more "
+                f"there are {len(texts)} conversations to train on and hold out: give more "
                 "--minutes to write them in, or files of `paceline train own-text` as --own-text"
             )
-        return cls(trained, found[::_HELD_OUT])
+        return cls(trained, texts[::_HELD_OUT])
 
     def frequent(self, count: int) -> Tensor:
         """The `count` most frequent tokens, rising, int64; one of a prompt, where none is drafted,
@@ -383,11 +383,11 @@ class OwnTexts:
         Where there are too few different ones, the first tokens of the vocabulary fill up.
         """
         counts = Counter(range(count))  # each token once
-        for each in self.trained:
-            counts.update(each.prompt)
-            counts.update({token: 20 * count for token, count in Counter(each.answer).items()})
-        found = [token for token, _ in counts.most_common(count)]
-        return torch.tensor(sorted(found), dtype=torch.int64)
+        for text in self.trained:
+            counts.update(text.prompt)
+            counts.update({token: 20 * count for token, count in Counter(text.answer).items()})
+        tokens = [token for token, _ in counts.most_common(count)]
+        return torch.tensor(sorted(tokens), dtype=torch.int64)
 
     def recordings(self, count: int, depth: int) -> Mapping[str, Sequence[Recording]]:
         """At most `count` held-out texts of each kind and temperature, with room for a draft.
@@ -396,18 +396,18 @@ class OwnTexts:
             depth: Longest path that is drafted. Unit: tokens.
         """
         groups: defaultdict[str, list[Recording]] = defaultdict(list)
-        for each in self.heldout:
-            group = groups[f"{each.kind}, temperature {each.temperature:g}"]
-            if len(group) < count and len(each.answer) > depth + 1:
-                answer = each.answer[:_TOKENS]
-                group.append(Recording(each.prompt, answer, each.temperature, each.seed))
+        for text in self.heldout:
+            group = groups[f"{text.kind}, temperature {text.temperature:g}"]
+            if len(group) < count and len(text.answer) > depth + 1:
+                answer = text.answer[:_TOKENS]
+                group.append(Recording(text.prompt, answer, text.temperature, text.seed))
         return dict(sorted(groups.items()))
 
     def card_section(self) -> str:
         """The section of a model card about these texts."""
-        counts = Counter(each.kind for each in self.trained)
+        counts = Counter(text.kind for text in self.trained)
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in counts.most_common())
-        tokens = sum(len(each.tokens) for each in self.trained)
+        tokens = sum(len(text.tokens) for text in self.trained)
         return f"""## Data
 
 {len(self.trained):,} conversations, {tokens / 1e3:,.0f} thousand tokens, that the target wrote

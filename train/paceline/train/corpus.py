@@ -74,13 +74,13 @@ def load_corpus(data: str, files: int, heldout_files: int, wide: bool = False) -
         raise FileNotFoundError(
             f"corpus {data!r} is no folder: give 'stdlib' or a folder with text files"
         )
-    found = _candidates(root, _NEVER | _WIDE_ONLY, _SIZES)
-    if len(found) <= heldout_files:
+    paths = _candidates(root, _NEVER | _WIDE_ONLY, _SIZES)
+    if len(paths) <= heldout_files:
         raise FileNotFoundError(
-            f"corpus {data!r} holds {len(found)} usable files, more than {heldout_files} are "
+            f"corpus {data!r} holds {len(paths)} usable files, more than {heldout_files} are "
             f"needed: text files of {_SIZES[0]} to {_SIZES[1]} bytes, outside test folders"
         )
-    heldout, rest = found[:heldout_files], found[heldout_files:]
+    heldout, rest = paths[:heldout_files], paths[heldout_files:]
     if wide:
         rest = [p for p in _candidates(root, _NEVER, _WIDE_SIZES) if p not in heldout]
     version = ".".join(map(str, sys.version_info[:3]))
@@ -94,10 +94,10 @@ def load_corpus(data: str, files: int, heldout_files: int, wide: bool = False) -
 
 def _candidates(root: Path, skipped: frozenset[str], sizes: tuple[int, int]) -> list[Path]:
     """Usable files under `root`, in the order of the digest of their relative path."""
-    found = []
+    paths = []
     for folder, below, names in os.walk(root):
         below[:] = [name for name in below if name not in skipped]
-        found += [
+        paths += [
             path
             for path in (Path(folder, name) for name in names)
             if path.suffix in _SUFFIXES
@@ -105,7 +105,7 @@ def _candidates(root: Path, skipped: frozenset[str], sizes: tuple[int, int]) -> 
             and path.is_file()
             and sizes[0] <= path.stat().st_size <= sizes[1]
         ]
-    return sorted(found, key=lambda path: _digest(path.relative_to(root).as_posix().encode()))
+    return sorted(paths, key=lambda path: _digest(path.relative_to(root).as_posix().encode()))
 
 
 def _read(path: Path, root: Path) -> Document:
@@ -144,14 +144,14 @@ def encode_all(
     tokenizer: PreTrainedTokenizerFast, documents: Sequence[Document]
 ) -> list[list[int]]:
     """Token ids of each document, whole and without special tokens."""
-    phase, found = Phase("reading files", len(documents)), list[list[int]]()
+    phase, ids = Phase("reading files", len(documents)), list[list[int]]()
     # The Rust tokenizer below does not warn that a file is longer than the context.
     inner = tokenizer.backend_tokenizer
     for start in range(0, len(documents), _READ_TOGETHER):
         texts = [document.text for document in documents[start : start + _READ_TOGETHER]]
-        found += [each.ids for each in inner.encode_batch(texts, add_special_tokens=False)]
+        ids += [encoding.ids for encoding in inner.encode_batch(texts, add_special_tokens=False)]
         phase.add(len(texts))
-    return found
+    return ids
 
 
 class EncodedDocuments(Sequence[list[int]]):

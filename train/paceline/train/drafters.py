@@ -147,14 +147,14 @@ class Heldout:
             with tempfile.TemporaryDirectory() as current:
                 self._drafter.save(Path(current))
                 return self.measure(Path(current))
-        found: Rounds = {}
+        measured: Rounds = {}
         for name, options in self._options.items():
             drafter = self._drafter.load_drafter(folder, options)
             for group, texts in self._texts.items():
                 if rounds := [n for text in texts for n in accepted_per_round(drafter, text)]:
-                    found[group, name] = rounds
+                    measured[group, name] = rounds
             drafter.close()
-        return found
+        return measured
 
     def chains(self) -> list[Chain]:
         """Chains that the drafter as it is now drafts along all texts."""
@@ -174,12 +174,12 @@ class Heldout:
 
     def log(self) -> dict[str, float]:
         """Mean accepted length of the drafter as it is now, in total as `heldout` and by group."""
-        found = self.measure()
+        measured = self.measure()
         by_group = {
             " ".join(["accepted", *filter(None, key)]): accepted_length(rounds)
-            for key, rounds in found.items()
+            for key, rounds in measured.items()
         }
-        return {"heldout": accepted_length([*chain(*found.values())]), **by_group}
+        return {"heldout": accepted_length([*chain(*measured.values())]), **by_group}
 
 
 def accepted_length(rounds: Sequence[int]) -> float:
@@ -240,13 +240,13 @@ class Texts:
     corpus: Corpus  # where `trained` and `heldout` come from
     trained: Sequence[list[int]]  # each training file
     heldout: Sequence[list[int]]  # each held-out file
-    own: Sequence[list[int]]  # texts that the target wrote after pieces of training files
+    written: Sequence[list[int]]  # texts that the target wrote after pieces of training files
     eos: int  # the end-of-text token
     decoder: Decoder  # the target
 
     @classmethod
-    def load(cls, target: Path, corpus: Corpus, own: int, run: Run) -> Texts:
-        """Encode a corpus, and let the target in the folder `target` write `own` texts.
+    def load(cls, target: Path, corpus: Corpus, count: int, run: Run) -> Texts:
+        """Encode a corpus, and let the target in the folder `target` write `count` texts.
 
         These are kept in `run.work`. In a run of several processes, the first one writes them.
         """
@@ -255,20 +255,21 @@ class Texts:
         eos, decoder = tokenizer.eos_token_id, load_decoder(target)
         with PartialState(cpu=torch.device(run.device).type == "cpu").main_process_first():
             file = run.work / "own.safetensors"
-            written = own_texts(decoder, trained, own, eos, file, run.until(WRITING))
+            written = own_texts(decoder, trained, count, eos, file, run.until(WRITING))
         return cls(corpus, trained, heldout, written, eos, decoder)
 
     def batches(self, files: int) -> Batches:
         """Batches of the target's own texts and of the first `files` training files."""
-        return Batches([*self.own, *self.trained[:files]], self.eos)
+        return Batches([*self.written, *self.trained[:files]], self.eos)
 
     def card_section(self, files: int | None) -> str:
         """The section of a model card about these texts."""
         return f"""## Data
 
-{len(self.trained[:files])} files of the {self.corpus.source} and {len(self.own):,} texts that the
-target wrote after 128 tokens from random positions of {len(self.trained)} such files, half of them
-greedy, half at temperature 1. {len(self.heldout)} files are held out from target and drafter."""
+{len(self.trained[:files])} files of the {self.corpus.source} and {len(self.written):,} texts that
+the target wrote after 128 tokens from random positions of {len(self.trained)} such files, half of
+them greedy, half at temperature 1. {len(self.heldout)} files are held out from target and
+drafter."""
 
 
 @dataclass(frozen=True)
@@ -309,12 +310,12 @@ def train_drafter(
     best = run.work / _BEST
 
     def measure(_: nn.Module) -> Mapping[str, float]:
-        found = heldout.log()
-        if not best.is_file() or found["heldout"] >= _read_best(best)[ACCEPTED]:
+        lengths = heldout.log()
+        if not best.is_file() or lengths["heldout"] >= _read_best(best)[ACCEPTED]:
             partial = best.with_suffix(".partial")
-            torch.save({ACCEPTED: found["heldout"], "model": drafter.model.state_dict()}, partial)
+            torch.save({ACCEPTED: lengths["heldout"], "model": drafter.model.state_dict()}, partial)
             partial.replace(best)
-        return found
+        return lengths
 
     progress = train(objective.module, objective.loss, batches, optimizer, plan, run, measure)
     if not PartialState().is_main_process:
@@ -328,8 +329,8 @@ def train_drafter(
 
 
 def _read_best(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    return found
+    checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    return checkpoint
 
 
 def parameters(model: nn.Module) -> str:
@@ -354,13 +355,13 @@ def rounds_section(rounds: Rounds) -> str:
     positions = range(1, 1 + max([1, *map(max, rounds.values())]))
     header = ["texts", "rounds", "accepted length", *(f"position {p}" for p in positions)]
     rows = [header, ["---"] * len(header)]
-    for key, found in rounds.items():
-        shares = [f"{mean(n >= position for n in found):.2f}" for position in positions]
+    for key, counts in rounds.items():
+        shares = [f"{mean(n >= position for n in counts):.2f}" for position in positions]
         rows.append(
             [
                 ", ".join(filter(None, key)),
-                f"{len(found):,}",
-                f"**{accepted_length(found):.2f}**",
+                f"{len(counts):,}",
+                f"**{accepted_length(counts):.2f}**",
                 *shares,
             ]
         )

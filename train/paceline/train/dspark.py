@@ -139,8 +139,8 @@ class ChunkedBlockLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
         gradients = (
-            each * outer[0] if wanted else None
-            for each, wanted in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
+            gradient * outer[0] if wanted else None
+            for gradient, wanted in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
         )
         return (*gradients, None, None, None, None)
 
@@ -395,8 +395,8 @@ class DSparkTrainer(LayerTrainer[DSparkPreset, DSparkDrafterModel]):
             parts += [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
             names |= {f"layers.{index}.{p}": f"model.layers.{first + index}.{p}" for p in parts}
         weights = {
-            f"{own}.weight": source.tensor(f"{name}.weight", torch.float32, "cpu")
-            for own, name in names.items()
+            f"{key}.weight": source.tensor(f"{name}.weight", torch.float32, "cpu")
+            for key, name in names.items()
         }
         near = min(range(len(config.taps)), key=lambda tap: abs(config.taps[tap] - (first - 1)))
         mixed = torch.zeros(len(config.taps), config.hidden, config.hidden)
@@ -412,7 +412,7 @@ class DSparkTrainer(LayerTrainer[DSparkPreset, DSparkDrafterModel]):
         self, drafter: DSparkDrafterModel, embedding: Tensor, head: Tensor, signals: Signals,
         texts: OwnTexts, plan: Plan,
     ) -> tuple[nn.Module, Loss, RowStream]:  # fmt: skip
-        prompts = (len(each.prompt) for each in texts.trained)
+        prompts = (len(text.prompt) for text in texts.trained)
         answers = [start + prompt for start, prompt in zip(signals.starts, prompts, strict=False)]
         loss = SignalBlockLoss(drafter.model, embedding, head, signals, answers, self.preset)
         batches = Answers(signals.starts, answers, drafter.config.window)
@@ -426,7 +426,7 @@ class DSparkTrainer(LayerTrainer[DSparkPreset, DSparkDrafterModel]):
             rank = f"sequential head of rank {config.markov_rank}"
             heads = f"{rank}, {confidence}"
         if config.confidence_temperatures:
-            numbers = ", ".join(f"{each:.2f}" for each in config.confidence_temperatures)
+            numbers = ", ".join(f"{divisor:.2f}" for divisor in config.confidence_temperatures)
             heads += f", whose logits are divided by {numbers} at positions 1 to {config.levels}"
         context = f"the last {config.window} positions" if config.window else "all positions"
         return f"""\

@@ -57,21 +57,21 @@ class Eagle3Trainer(UnrolledTrainer[Eagle3Preset, Eagle3DrafterModel]):
         what that layer reads in the target, as near as a tap is.
         """
         config = drafter.config
-        base, own = f"model.layers.{config.target_layers - 1}.", "layers.0."
+        base, prefix = f"model.layers.{config.target_layers - 1}.", "layers.0."
 
         def read(name: str) -> Tensor:
             return source.tensor(f"{name}.weight", torch.float32, "cpu")
 
-        weights = layer_weights(source, own, config.target_layers, "norm") | {
-            f"{own}hidden_norm.weight": read(f"{base}input_layernorm"),
-            f"{own}input_layernorm.weight": read("model.layers.0.input_layernorm"),
+        weights = layer_weights(source, prefix, config.target_layers, "norm") | {
+            f"{prefix}hidden_norm.weight": read(f"{base}input_layernorm"),
+            f"{prefix}input_layernorm.weight": read("model.layers.0.input_layernorm"),
         }
         for name in ("q", "k", "v"):
             half = read(f"{base}self_attn.{name}_proj")
             small = torch.randn_like(half) * _EMBEDDING_SCALE
-            weights[f"{own}self_attn.{name}_proj.weight"] = torch.cat([small, half], dim=1)
+            weights[f"{prefix}self_attn.{name}_proj.weight"] = torch.cat([small, half], dim=1)
         near = config.target_layers - 2
-        tap = min(range(len(config.taps)), key=lambda each: abs(config.taps[each] - near))
+        tap = min(range(len(config.taps)), key=lambda index: abs(config.taps[index] - near))
         mixed = torch.zeros(len(config.taps), config.hidden, config.hidden)
         mixed[tap] = torch.eye(config.hidden)
         weights["fc.weight"] = torch.cat(list(mixed), dim=1)

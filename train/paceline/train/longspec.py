@@ -96,8 +96,8 @@ class LaggedLayer(nn.Module):
         seen = F.pad(seen, (0, 0, sinks, 0))
         x = x + layer.self_attn.o_proj(seen.transpose(1, 2).flatten(2))
         q = apply_rope(split_heads(layer.cross_attn.q_proj(layer.cross_layernorm(x)), dim), factors)
-        found = torch.stack([_lagged(q, keys, values, lag) for lag in lags])
-        x = x + layer.cross_attn.o_proj(found.transpose(2, 3).flatten(3))
+        attended = torch.stack([_lagged(q, keys, values, lag) for lag in lags])
+        x = x + layer.cross_attn.o_proj(attended.transpose(2, 3).flatten(3))
         x = x + layer.mlp(layer.post_attention_layernorm(x))
         normed: Tensor = model.norm(x)
         return normed
@@ -105,8 +105,8 @@ class LaggedLayer(nn.Module):
 
 def _lagged(q: Tensor, keys: Tensor, values: Tensor, lag: int) -> Tensor:
     """`[B, H, S, D]` over keys up to `lag` positions earlier; 0 in the first rows."""
-    found = attend(q[:, :, lag:], keys[:, :, :-lag].to(q), values[:, :, :-lag].to(q))
-    return F.pad(found, (0, 0, lag, 0))
+    attended = attend(q[:, :, lag:], keys[:, :, :-lag].to(q), values[:, :, :-lag].to(q))
+    return F.pad(attended, (0, 0, lag, 0))
 
 
 def _windowed(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
@@ -116,7 +116,7 @@ def _windowed(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
         return attend(q, k, v)
     # Blocks of one window: a query attends to its own block and the one before, under one mask.
     padded = -length % window
-    q, k, v = (F.pad(each, (0, 0, 0, padded)) for each in (q, k, v))
+    q, k, v = (F.pad(x, (0, 0, 0, padded)) for x in (q, k, v))
     rows = torch.arange(window, device=q.device)[:, None] + window
     columns = torch.arange(2 * window, device=q.device)
     band = (columns <= rows) & (columns > rows - window)
@@ -159,10 +159,10 @@ class LaggedLoss:
         hidden, keys, values = target.read(tokens, positions)
         lags = draw_lags(preset)
         sinks = SINKS if shifted else 0
-        found = forward(target.embed(tokens).float(), positions, keys, values, lags, sinks)
+        outputs = forward(target.embed(tokens).float(), positions, keys, values, lags, sinks)
         counted = torch.arange(length).expand(rows, length) >= sinks
         weights = lag_weights(lags, counted, preset).to(head.device)
-        return divergence(found.flatten(1, 2), hidden.flatten(0, 1), head, weights)
+        return divergence(outputs.flatten(1, 2), hidden.flatten(0, 1), head, weights)
 
 
 def draw_lags(preset: LongSpecPreset) -> list[int]:
@@ -266,7 +266,7 @@ class SignalLoss:
         self._signals, self._preset, self._plan = signals, preset, plan
         self._lags = torch.tensor([preset.lag_decay ** (lag - 1) for lag in preset.trained_lags])
         contexts = preset.context_weights
-        self._contexts = torch.tensor([each or model.config.max_position for each in contexts])
+        self._contexts = torch.tensor([size or model.config.max_position for size in contexts])
         self._context_weights = torch.tensor([*contexts.values()])
         drafted = torch.zeros(len(vocabulary), dtype=torch.bool)
         drafted[slice(None) if model.d2t is None else model.d2t] = True
@@ -304,14 +304,14 @@ class SignalLoss:
             drawn = torch.multinomial(self._context_weights, lags.numel(), replacement=True)
             contexts = self._contexts[drawn].view_as(lags)
             far_mask &= (columns > newest - contexts + SINKS) | (places < SINKS)[:, None]
-        found = forward(
+        outputs = forward(
             self._embedding[signals.tokens[indices[:, near]]].float(), positions[:, near],
             near_mask, keys, values, far_mask,
         )  # fmt: skip
         counted = (usable & self._counts[indices])[:, last] & (places[:, last] >= lags[..., 0])
         weights = (counted / counted.sum()).flatten()[None]
         hidden = signals.hidden[indices[:, last]].flatten(0, 1)
-        return divergence(found.flatten(0, 1)[None], hidden, self._head, weights)
+        return divergence(outputs.flatten(0, 1)[None], hidden, self._head, weights)
 
 
 class FrozenTarget:
@@ -429,9 +429,9 @@ class LongSpecTrainer(LayerTrainer[LongSpecPreset, LongSpecDrafterModel]):
             "post_attention_layernorm": read + "post_attention_layernorm",
             **{f"mlp.{n}_proj": f"{read}mlp.{n}_proj" for n in ("gate", "up", "down")},
         }
-        weights = {f"layers.0.{own}.weight": f"{name}.weight" for own, name in names.items()}
+        weights = {f"layers.0.{key}.weight": f"{name}.weight" for key, name in names.items()}
         weights["norm.weight"] = "model.norm.weight"
-        return {own: source.tensor(name, torch.float32, "cpu") for own, name in weights.items()}
+        return {key: source.tensor(name, torch.float32, "cpu") for key, name in weights.items()}
 
     def needed_signals(self, drafter: LongSpecDrafterModel) -> dict[str, Any]:
         return {"kv_layer": drafter.config.target_layer}
@@ -481,7 +481,7 @@ class LongSpecTrainer(LayerTrainer[LongSpecPreset, LongSpecDrafterModel]):
             else "Without flash noisy training: lag 1 alone."
         )
         start = "The layer begins as a copy of the target's first and last layer.\n"
-        contexts = ", ".join(f"{each:,}" if each else "all" for each in preset.contexts)
+        contexts = ", ".join(f"{context:,}" if context else "all" for context in preset.contexts)
         noise += f"\nContexts of {contexts} positions." if contexts else ""
         stages = "\n".join(
             f"| {s.name} | {s.share:.0%} | {s.rows} x {s.length} | {s.rate:g} | "

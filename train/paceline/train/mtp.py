@@ -75,20 +75,20 @@ class MtpTrainer(UnrolledTrainer[MtpPreset, MtpDrafterModel]):
         the embedding. It has a mean square of 1, so what the layer adds is scaled too.
         """
         config = drafter.config
-        base, own = (f"layers.{config.target_layers - past}." for past in (1, 0))
+        base, prefix = (f"layers.{config.target_layers - past}." for past in (1, 0))
 
         def read(name: str) -> Tensor:
             return source.tensor(f"model.{base}{name}.weight", torch.float32, "cpu")
 
-        weights = layer_weights(source, own, config.target_layers, f"{own}shared_head.norm")
+        weights = layer_weights(source, prefix, config.target_layers, f"{prefix}shared_head.norm")
         for name in ("input_layernorm", *(f"self_attn.{part}_proj" for part in "qkv")):
-            weights[f"{own}{name}.weight"] = read(name)
+            weights[f"{prefix}{name}.weight"] = read(name)
         for name in ("self_attn.o_proj", "mlp.down_proj"):
-            weights[f"{own}{name}.weight"] *= _LAYER_SCALE
+            weights[f"{prefix}{name}.weight"] *= _LAYER_SCALE
         factors = _final_norm(source)
-        weights[f"{own}hnorm.weight"] = factors.mean() / factors.clamp(min=factors.mean() / 8)
+        weights[f"{prefix}hnorm.weight"] = factors.mean() / factors.clamp(min=factors.mean() / 8)
         passed = torch.eye(config.hidden)
-        weights[f"{own}eh_proj.weight"] = torch.cat([passed * _EMBEDDING_SCALE, passed], dim=1)
+        weights[f"{prefix}eh_proj.weight"] = torch.cat([passed * _EMBEDDING_SCALE, passed], dim=1)
         return weights
 
     def shape_section(self, drafter: MtpDrafterModel) -> str:

@@ -118,17 +118,17 @@ def _check_out(out: Path, read: list[Path], force: bool) -> None:
 
 def _claim(work: Path, identity: dict[str, Any]) -> None:
     path = work / _FILE
-    if work.is_dir() and {found.name for found in work.iterdir()} - {_FILE}:
+    if work.is_dir() and {entry.name for entry in work.iterdir()} - {_FILE}:
         if not path.is_file():
             raise ValueError(
                 f"{work} is not empty and has no {_FILE} that identifies its run: give this run "
                 "another --work, or remove that folder"
             )
-        found = json.loads(path.read_text())
+        stored = json.loads(path.read_text())
         differing = [
-            f"  {name}: found {found.get(name)}, this run has {identity.get(name)}"
-            for name in {**identity, **found}
-            if found.get(name) != identity.get(name)
+            f"  {name}: found {stored.get(name)}, this run has {identity.get(name)}"
+            for name in {**identity, **stored}
+            if stored.get(name) != identity.get(name)
         ]
         if differing:
             raise ValueError(

@@ -132,11 +132,11 @@ def signals_of(
     hidden = _mapped(work / "hidden.bin", shapes["hidden.bin"])
     tapped = _mapped(work / "taps.bin", shapes["taps.bin"]) if taps else torch.empty(length, 0)
     kv = None if kv_layer is None else _mapped(work / "kv.bin", shapes["kv.bin"])
-    kinds = [each for each in (kv, tapped, hidden) if each is not None and each.numel()]
+    kinds = [kind for kind in (kv, tapped, hidden) if kind is not None and kind.numel()]
     reader = TappedTarget(decoder, open_model(target), taps)
-    own = range(state.process_index, count, state.num_processes)
+    indices = range(state.process_index, count, state.num_processes)
     phase, done = Phase("running the target, tokens", starts[count], until=until), count
-    for index in own:
+    for index in indices:
         part = slice(starts[index], starts[index + 1])
         if all(kind[part.stop - 1].any() for kind in kinds):  # by an earlier call
             continue
@@ -145,8 +145,8 @@ def signals_of(
             break
         outputs, states = reader.read(torch.tensor(texts[index])[None])
         if kv is not None and kv_layer is not None:
-            for plane, each in enumerate(reader.caches[0].layer(kv_layer)):
-                kv[part, plane] = each[:, : len(texts[index])].transpose(0, 1)
+            for plane, cached in enumerate(reader.caches[0].layer(kv_layer)):
+                kv[part, plane] = cached[:, : len(texts[index])].transpose(0, 1)
         tapped[part] = outputs
         hidden[part] = states.bfloat16()
         phase.add(state.num_processes * (part.stop - part.start))
@@ -181,14 +181,14 @@ def _check_disk(work: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
 
 
 def _claim(work: Path, contents: dict[str, Any]) -> None:
-    """Write what the files in `work` are about, or check it; an earlier call may have kept others
-    of its layers."""
+    """Write what the files in `work` are about, or check it; an earlier call may have kept other
+    layers."""
     path = work / "signals.json"
-    found = json.loads(path.read_text()) if path.is_file() else {}
+    stored = json.loads(path.read_text()) if path.is_file() else {}
     for name, value in contents.items():
-        if found.get(name, value) != value:
+        if stored.get(name, value) != value:
             raise ValueError(f"{work} has signals of other {name}: give another --signals")
-    path.write_text(json.dumps(found | contents) + "\n")
+    path.write_text(json.dumps(stored | contents) + "\n")
 
 
 def _mapped(path: Path, shape: tuple[int, ...]) -> Tensor:

@@ -166,7 +166,7 @@ fingerprint.
         drafter = self.new_drafter(texts.eos)
         drafter.model.to(run.device)
         batches = texts.batches(preset.files)
-        plan = self.plan(run, focus=len(texts.own))
+        plan = self.plan(run, focus=len(texts.written))
         module, loss = self.text_loss(drafter, batches, plan, texts.eos, run.device)
         objective = Objective(module, loss, preset.muon_rate, preset.adamw_rate)
 
@@ -175,7 +175,7 @@ fingerprint.
             return Heldout(drafter, texts.decoder, groups, {"": self.options})
 
         logged = heldout({"held out": texts.heldout}, (_PROMPT,))
-        notes = {"files": len(texts.trained[: preset.files]), "own_texts": len(texts.own)}
+        notes = {"files": len(texts.trained[: preset.files]), "own_texts": len(texts.written)}
         progress = train_drafter(drafter, objective, batches, plan, run, logged, notes, out)
         if progress is None:
             return
@@ -219,7 +219,7 @@ fingerprint.
         if start is None and config.draft_vocab_size:
             model.load_state_dict({**model.state_dict(), "d2t": texts.frequent(config.drafted)})
         drafter.model.to(run.device)
-        tokens = [each.tokens for each in texts.trained]
+        tokens = [text.tokens for text in texts.trained]
         needed = self.needed_signals(drafter)
         begun, work = run.work / _TEXTS_FILE, run.signals or run.work
         if begun.is_file():  # a run that goes on reads the texts that it began with
@@ -257,7 +257,7 @@ fingerprint.
         Args:
             chosen: Fields of the preset that the user chose, by the option that does so.
 
-        Raises ValueError: it is a drafter of another method or target, or an option asks for
+        Raises ValueError if it is a drafter of another method or target, or an option asks for
         another shape than it has.
         """
         drafter = self._begun(start)
@@ -269,7 +269,7 @@ fingerprint.
                         f"{option} asks for {name} {value}, but {start} has {name} {has[name]}, "
                         f"and a drafter that is trained further keeps its shape: leave {option} out"
                     )
-        names = {each.name for each in fields(self.preset)} & has.keys()
+        names = {field.name for field in fields(self.preset)} & has.keys()
         return replace(self.preset, **{name: has[name] for name in names})
 
     def _begun(self, start: Path) -> D:
@@ -280,13 +280,13 @@ fingerprint.
         return self.read(start, "cpu")
 
     def _weights(self, start: Path, config: LayerShape) -> Mapping[str, Tensor]:
-        """The weights of the drafter in a folder, to be trained further. Raises ValueError: it has
-        another shape than this run's."""
+        """The weights of the drafter in a folder, to be trained further. Raises ValueError if its
+        shape is not this run's."""
         drafter = self._begun(start)
-        wanted, found = asdict(config), asdict(drafter.config)
+        wanted, actual = asdict(config), asdict(drafter.config)
         differing = [
             f"{name} {value}, this run {wanted[name]}"
-            for name, value in found.items()
+            for name, value in actual.items()
             if name not in _FREE and value != wanted[name]
         ]
         if differing:
@@ -302,6 +302,6 @@ def _before(start: Path) -> str:
     card = start / "README.md"
     text = card.read_text() if card.is_file() else ""
     part = r"^## (?:Data|Training|Trained before)\n(.*?)(?=^## |\Z)"
-    earlier = [found.strip() for found in re.findall(part, text, re.M | re.S)]
+    earlier = [section.strip() for section in re.findall(part, text, re.M | re.S)]
     head = "\n## Trained before\n\nThe weights began as those of an earlier drafter:"
     return "\n\n".join([head, *earlier]) + "\n"

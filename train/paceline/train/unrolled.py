@@ -63,15 +63,15 @@ class Unrolled(nn.Module):
         """
         model, last = self.model, slice(-rows.count, None)
         embedded, hidden = rows.embedded, model.fuse(rows.states)
-        positions, past, found = rows.positions, None, []
+        positions, past, outputs = rows.positions, None, []
         for depth in range(depths):
             seen = self._seen(rows, depth)
-            out, again, own = model(embedded, hidden, positions, seen, past)
-            found.append(out)
-            past = own if past is None else (_join(past[0], own[0]), _join(past[1], own[1]))
+            out, again, new = model(embedded, hidden, positions, seen, past)
+            outputs.append(out)
+            past = new if past is None else (_join(past[0], new[0]), _join(past[1], new[1]))
             embedded, positions = rows.embedded[:, last], rows.positions[:, last]
             hidden = F.pad(again[:, :-1], (0, 0, 1, 0))
-        return torch.stack(found)
+        return torch.stack(outputs)
 
     def _seen(self, rows: TrainingRows, depth: int) -> Tensor:
         """Which keys the tokens at a depth attend to: those of the rows, then of each depth."""
@@ -83,17 +83,17 @@ class Unrolled(nn.Module):
             text &= apart < window
         if not depth:
             text |= apart == 0  # or a column beyond the text would read nothing
-        own = torch.eye(count, dtype=torch.bool, device=places.device)
+        identity = torch.eye(count, dtype=torch.bool, device=places.device)
         # The token j places earlier was read at depth - j.
         later = [
-            torch.roll(own, -j, 1).tril() & (not window or j < window)
+            torch.roll(identity, -j, 1).tril() & (not window or j < window)
             for j in reversed(range(depth))
         ]
-        return torch.cat([text, *(each.expand(len(text), -1, -1) for each in later)], dim=-1)
+        return torch.cat([text, *(mask.expand(len(text), -1, -1) for mask in later)], dim=-1)
 
 
-def _join(past: Tensor, own: Tensor) -> Tensor:
-    return torch.cat([past, own], dim=2)
+def _join(past: Tensor, new: Tensor) -> Tensor:
+    return torch.cat([past, new], dim=2)
 
 
 def depth_weights(counted: Tensor, preset: UnrolledPreset) -> Tensor:
@@ -121,7 +121,7 @@ class UnrolledLoss:
         target = self._target
         tokens = self._batches.stream[indices].to(target.head.device)
         count, length = tokens.shape
-        states, hidden = (each.view(count, length, -1) for each in target.read(tokens))
+        states, hidden = (signal.view(count, length, -1) for signal in target.read(tokens))
         if self._model.reads_final:
             states = hidden
         positions = torch.arange(1, length - 1, device=tokens.device).expand(count, -1)
@@ -129,11 +129,11 @@ class UnrolledLoss:
             target.embed(tokens[:, 1:-1]).float(), states[:, :-2].float(), positions,
             torch.ones_like(positions, dtype=torch.bool), length - 2,
         )  # fmt: skip
-        found = forward(rows, self._preset.levels)
+        outputs = forward(rows, self._preset.levels)
         counted = self._model.draft_rows(tokens[:, 2:]) < self._model.config.drafted
         weights = depth_weights(counted, self._preset)
         head = self._model.draft_head(target.head.float())
-        return divergence(found.flatten(1, 2), hidden[:, 1:-1].flatten(0, 1), head, weights)
+        return divergence(outputs.flatten(1, 2), hidden[:, 1:-1].flatten(0, 1), head, weights)
 
 
 class SignalUnrolledLoss:
@@ -172,12 +172,12 @@ class SignalUnrolledLoss:
             self._embedding[signals.tokens[tokens]].float(), self._states[tokens - 1].float(),
             tokens - starts, real, count,
         )  # fmt: skip
-        found = forward(rows, self._preset.levels)
+        outputs = forward(rows, self._preset.levels)
         last = tokens[:, -count:]
         drafted = self._model.draft_rows(signals.tokens[last + 1]) < config.drafted
         weights = depth_weights(drafted & real[:, -count:], self._preset)
         hidden = signals.hidden[last].flatten(0, 1)
-        return divergence(found.flatten(1, 2), hidden, self._head, weights)
+        return divergence(outputs.flatten(1, 2), hidden, self._head, weights)
 
 
 class UnrolledTrainer(LayerTrainer[P, D]):
@@ -206,7 +206,7 @@ class UnrolledTrainer(LayerTrainer[P, D]):
     ) -> tuple[nn.Module, Loss, RowStream]:  # fmt: skip
         model = drafter.model
         assert isinstance(model, FeedbackModel)
-        prompts = (len(each.prompt) for each in texts.trained)
+        prompts = (len(text.prompt) for text in texts.trained)
         answers = [start + prompt for start, prompt in zip(signals.starts, prompts, strict=False)]
         loss = SignalUnrolledLoss(model, embedding, head, signals, answers, self.preset)
         return Unrolled(model), loss, Answers(signals.starts, answers, 0)
@@ -225,9 +225,9 @@ KL divergence from the target's distribution at {preset.levels} depths, each wei
 {preset.depth_decay:g} of the one before (training-time test); {objective.rates}."""
 
 
-def layer_weights(source: ModelSource, own: str, layers: int, final: str) -> dict[str, Tensor]:
-    """Weights to begin with, which are copies of the target's last layer: all but its projections
-    of queries, keys and values.
+def layer_weights(source: ModelSource, prefix: str, layers: int, final: str) -> dict[str, Tensor]:
+    """Return weights to begin with, copies of the target's last layer without its projections of
+    queries, keys and values. Names begin with `prefix`; that of the final norm is `final`.
     """
     base = f"model.layers.{layers - 1}."
 
@@ -236,5 +236,5 @@ def layer_weights(source: ModelSource, own: str, layers: int, final: str) -> dic
 
     same = ["post_attention_layernorm", "self_attn.o_proj"]
     same += [f"mlp.{part}_proj" for part in ("gate", "up", "down")]
-    weights = {f"{own}{name}.weight": read(base + name) for name in same}
+    weights = {f"{prefix}{name}.weight": read(base + name) for name in same}
     return {**weights, f"{final}.weight": read("model.norm") * _FIRST_NORM}

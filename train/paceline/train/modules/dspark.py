@@ -73,15 +73,15 @@ class BlockConv(nn.Module):
         self.kernel_projection = nn.Linear(config.hidden, 2 * size * groups, bias=False)
 
     def forward(self, x: Tensor, source: Tensor, which: int) -> Tensor:
-        """Convolves blocks ``[..., Q, hidden]``.
+        """Convolve blocks ``[..., Q, hidden]``.
 
         Args:
             x: What is convolved: before the part its input, after it its output.
             source: The part's input.
             which: 0 before the part, 1 after it.
         """
-        own = self.kernel_projection(source)
-        return convolve_blocks(x, self.base_kernel[which], own, which)
+        group_weights = self.kernel_projection(source)
+        return convolve_blocks(x, self.base_kernel[which], group_weights, which)
 
 
 class DSparkLayer(nn.Module):
@@ -179,13 +179,13 @@ class DSparkModel(DraftModel):
         places, masks = tap_positions[:, None], dict[tuple[int, bool], Tensor]()
         for window, causal in self.config.attention:
             before = (places >= 0) & (places < ends)
-            own = same & (number[:, None] >= number) if causal else same
+            within = same & (number[:, None] >= number) if causal else same
             if window:
                 first = ends - window
                 if causal:
                     first = first + offsets[:, None]
-                    own = own & (number[:, None] - number <= window)
+                    within = within & (number[:, None] - number <= window)
                 before &= places >= first
-            mask = torch.cat([before, own.expand(texts, -1, -1)], dim=-1)[:, None]
+            mask = torch.cat([before, within.expand(texts, -1, -1)], dim=-1)[:, None]
             masks[window, causal] = mask
-        return [masks[each] for each in self.config.attention]
+        return [masks[kind] for kind in self.config.attention]

@@ -29,10 +29,10 @@ class Eagle3Model(FeedbackModel):
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__(config)
-        each = config.states // len(config.taps)
+        width = config.states // len(config.taps)
         eps = config.norm_eps
         self.input_norm = RmsNorm(config.states, eps) if config.norm_before_fc else None
-        norms = [RmsNorm(each, eps) for _ in config.taps] if config.fc_norm else []
+        norms = [RmsNorm(width, eps) for _ in config.taps] if config.fc_norm else []
         self.fc_norm = nn.ModuleList(norms)
         self.fc = nn.Linear(config.states, config.hidden, bias=False)
         self.layers = nn.ModuleList([DenseEagle3Layer(config)])
@@ -50,9 +50,9 @@ class Eagle3Model(FeedbackModel):
 
     @property
     def layer(self) -> DenseEagle3Layer:
-        found = self.layers[0]
-        assert isinstance(found, DenseEagle3Layer)
-        return found
+        layer = self.layers[0]
+        assert isinstance(layer, DenseEagle3Layer)
+        return layer
 
     def enter(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         normed = self.layer.hidden_norm(hidden)

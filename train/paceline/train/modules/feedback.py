@@ -71,14 +71,14 @@ class FeedbackModel(DraftModel):
         q = attention.q_norm(split_heads(attention.q_proj(inputs[:, last]), config.head_dim))
         k = attention.k_norm(split_heads(attention.k_proj(inputs), config.head_dim))
         q, k = apply_rope(q, (cos[:, :, last], sin[:, :, last])), apply_rope(k, (cos, sin))
-        own = k, split_heads(attention.v_proj(inputs), config.head_dim)
-        parts = [own] if past is None else [past, own]
+        new = k, split_heads(attention.v_proj(inputs), config.head_dim)
+        parts = [new] if past is None else [past, new]
         keys, values = (
-            torch.cat(each, dim=2).repeat_interleave(config.group, dim=1)
-            for each in zip(*parts, strict=True)
+            torch.cat(planes, dim=2).repeat_interleave(config.group, dim=1)
+            for planes in zip(*parts, strict=True)
         )
         out = F.scaled_dot_product_attention(q, keys, values, seen[:, None])
         x = x + attention.o_proj(out.transpose(1, 2).flatten(2))
         x = x + layer.mlp(layer.post_attention_layernorm(x))
         final, again = self.leave(x)
-        return final, again, own
+        return final, again, new

@@ -42,9 +42,9 @@ class MtpModel(FeedbackModel):
 
     @property
     def layer(self) -> DenseMtpLayer:
-        found = self.layers[str(self.config.target_layers)]
-        assert isinstance(found, DenseMtpLayer)
-        return found
+        layer = self.layers[str(self.config.target_layers)]
+        assert isinstance(layer, DenseMtpLayer)
+        return layer
 
     def fuse(self, states: Tensor) -> Tensor:
         return states

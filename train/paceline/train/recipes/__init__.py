@@ -23,14 +23,13 @@ def recipe_of(method: str) -> Recipe[Any] | None:
 
 
 def recipes() -> dict[str, Recipe[Any]]:
-    """All recipes by the names of their methods, in order; methods that cannot be imported have
-    none."""
-    found = {}
+    """Return all recipes by method, in order, without those of methods that cannot be imported."""
+    by_method = {}
     for method in sorted(method_names()):
         try:
             recipe = recipe_of(method)
         except LoadError:
             continue
         if recipe is not None:
-            found[method] = recipe
-    return found
+            by_method[method] = recipe
+    return by_method

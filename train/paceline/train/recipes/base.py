@@ -121,8 +121,8 @@ class LayerRecipe(Recipe[P]):
         names = {"own_text": "own-text", "start": "from"}
         names |= {name: name for name in ("signals", "vocabulary", "contexts")}
         names |= {"max_length": "max-length"}
-        found = [f"--{flag}" for name, flag in names.items() if getattr(args, name, None)]
-        return [*found, *(["--no-card"] if not args.card else [])]
+        flags = [f"--{flag}" for name, flag in names.items() if getattr(args, name, None)]
+        return [*flags, *(["--no-card"] if not args.card else [])]
 
     def train(self, args: Namespace, preset: P, corpus: Corpus, run: Run) -> None:
         trainer = self.load_trainer(args.target, preset)

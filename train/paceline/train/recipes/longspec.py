@@ -39,7 +39,7 @@ class LongSpecPreset(LayerPreset):
     def __post_init__(self) -> None:
         if self.contexts and not self.conversations:
             raise ValueError("this preset trains no contexts: give --preset smollm2")
-        if any(0 < each < _MIN_CONTEXT for each in self.contexts):
+        if any(0 < context < _MIN_CONTEXT for context in self.contexts):
             raise ValueError(f"contexts are {self.contexts}, expected 0 or {_MIN_CONTEXT} and more")
         if not math.isclose(sum(stage.share for stage in self.stages), 1):
             raise ValueError("the shares of the stages must add up to 1")
@@ -53,9 +53,9 @@ class LongSpecPreset(LayerPreset):
     @property
     def context_weights(self) -> dict[int, float]:
         """How often each context is drawn; smaller ones more often."""
-        sparse = sorted({each for each in self.contexts if each}, reverse=True)
+        sparse = sorted({size for size in self.contexts if size}, reverse=True)
         total = sum(range(1, len(sparse) + 1))
-        weights = {each: self.sparse_weight * rank / total for rank, each in enumerate(sparse, 1)}
+        weights = {size: self.sparse_weight * rank / total for rank, size in enumerate(sparse, 1)}
         return weights if sparse and 0 not in self.contexts else {**weights, 0: 1.0}
 
 
