@@ -122,6 +122,7 @@ def test_bound_prompts_have_the_schema_of_their_answers(prompt: str) -> None:
         assert 1 <= len(names) <= 3
 
 
+@pytest.mark.slow
 def test_a_run_records_resumes_and_replaces(tmp_path: Path) -> None:
     program, prompts, output = (tmp_path / name for name in ("rival", "chat.jsonl", "found.json"))
     program.write_text(RIVAL)

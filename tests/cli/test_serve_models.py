@@ -253,6 +253,7 @@ def serve(tmp_path: Path, short_folder: Path) -> Iterator[Serve]:
     running.close()
 
 
+@pytest.mark.slow
 def test_models_are_served_by_name_and_end_together(serve: Serve) -> None:
     (gateway,) = serve.addresses()
 

@@ -188,7 +188,7 @@ async def test_another_service_takes_over(
     assert any(entry.drafted for entry in rounds[len(rounds) // 2 :])
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [16, pytest.param(200, marks=pytest.mark.slow)])
 async def test_many_rough_generations(
     count: int,
     services: tuple[ServiceProcess, ServiceProcess],

@@ -195,6 +195,7 @@ async def test_a_policy_of_another_package(
             assert (policy / "pid").read_text() == str(served.pid)
 
 
+@pytest.mark.slow
 async def test_a_copy_of_a_target_with_windows_drafts_what_it_says(models: dict[str, Path]) -> None:
     """Under a budget of a window, whatever the policy and wherever the KV lies."""
     target = models["mistral"]

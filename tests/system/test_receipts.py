@@ -14,6 +14,7 @@ from paceline.harness import ServiceProcess, local_services
 from paceline.kernels._compile import levels_here
 
 
+@pytest.mark.slow
 async def test_receipts_are_checked_by_other_processes(
     models: dict[str, Path],
     verifiers: Callable[[str], ServiceProcess],

@@ -89,7 +89,8 @@ def test_sparse_attention_is_attention_to_the_listed_slots() -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "window"), [((6, 2, 64), None), ((4, 1, 64), 150), ((40, 1, 64), 150)]
+    ("heads", "window"),
+    [((6, 2, 64), None), ((4, 1, 64), 150), pytest.param((40, 1, 64), 150, marks=pytest.mark.slow)],
 )
 def test_noted_are_the_scores_and_the_result_has_the_same_bits(
     window: int | None, heads: tuple[int, int, int]
