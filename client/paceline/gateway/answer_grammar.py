@@ -185,7 +185,7 @@ class _Grammar:
         return f"start: {first} {thoughts} {said * (not answer)} ({' | '.join(kinds)})"
 
     def _is_stated(self, mark: str) -> bool:
-        return mark in self._prompt or any(mark.startswith(each) for each in self.ids)
+        return mark in self._prompt or any(mark.startswith(start) for start in self.ids)
 
     def _token(self, *marks: str) -> str:
         """One of these tokens."""
@@ -198,7 +198,7 @@ class _Grammar:
 
     def _mark(self, mark: str) -> str:
         """A mark: its token, and the text behind that, or all as text."""
-        token = max((each for each in self.ids if mark.startswith(each)), key=len, default="")
+        token = max((start for start in self.ids if mark.startswith(start)), key=len, default="")
         parts = [self._token(token)] if token else []
         parts += [json.dumps(mark.removeprefix(token))] if mark != token else []
         return " ".join(parts)
@@ -345,19 +345,19 @@ def _guided(schema: dict[str, Any]) -> dict[str, Any]:
     """A schema as the grammar library reads it: without what it cannot read. What it does not
     support, or what is malformed, is not enforced: a call with such a schema is a call too."""
     copied: dict[str, Any] = json.loads(without_annotations(json.dumps(schema)))
-    for each in list(schemas(copied)):
-        pattern, reference = each.get("pattern"), each.get("$ref")
-        names = each.get("patternProperties")
+    for part in list(schemas(copied)):
+        pattern, reference = part.get("pattern"), part.get("$ref")
+        names = part.get("patternProperties")
         if isinstance(names, dict) and not all(map(_is_plain, names)):
             for keyword in ("patternProperties", "additionalProperties"):
-                each.pop(keyword, None)
+                part.pop(keyword, None)
         if isinstance(pattern, str) and not _is_plain(pattern):
-            del each["pattern"]
-        if "$ref" in each and not _leads(copied, reference):
-            del each["$ref"]
-        for keyword in [name for name, valid in _VALID.items() if name in each]:
-            if not _VALID[keyword](each[keyword]):
-                del each[keyword]
+            del part["pattern"]
+        if "$ref" in part and not _leads(copied, reference):
+            del part["$ref"]
+        for keyword in [name for name, valid in _VALID.items() if name in part]:
+            if not _VALID[keyword](part[keyword]):
+                del part[keyword]
     return {**copied, "x-guidance": _GUIDANCE}
 
 
@@ -379,7 +379,7 @@ def _is_plain(pattern: str) -> bool:
 def _answer(constraint: dict[str, Any]) -> str:
     """A JSON schema or a regular expression in Lark's notation."""
     if pattern := constraint.get("regex"):
-        escaped = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", pattern, flags=re.DOTALL)
+        escaped = re.sub(r"(\\.)|/", lambda match: match[1] or r"\/", pattern, flags=re.DOTALL)
         return f"/{escaped}/".replace("\n", r"\n")
     source = constraint["json_schema"]
     text = without_annotations(source if isinstance(source, str) else json.dumps(source))

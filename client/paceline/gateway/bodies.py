@@ -65,9 +65,9 @@ class Body(BaseModel):
         yield from (f"{path}{name}" for name in self.model_extra or ())
         for name in type(self).model_fields:
             value = getattr(self, name)
-            for each in value if isinstance(value, list) else [value]:
-                if isinstance(each, Body):
-                    yield from each.unknown(f"{path}{name}.")
+            for item in value if isinstance(value, list) else [value]:
+                if isinstance(item, Body):
+                    yield from item.unknown(f"{path}{name}.")
 
 
 def present(fields: dict[str, Any]) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def _with_integers(value: Any) -> Any:
     if type(value) is float and value.is_integer():
         return int(value)
     if isinstance(value, list) and not {float, list}.isdisjoint(map(type, value)):
-        return [_with_integers(each) for each in value]
+        return [_with_integers(item) for item in value]
     return value
 
 
@@ -142,7 +142,7 @@ def _check_shape(content: bytes) -> None:
             None,
             "request_too_complex",
         )
-    deepest = max(accumulate(1 if each in b"[{" else -1 for each in brackets), default=0)
+    deepest = max(accumulate(1 if bracket in b"[{" else -1 for bracket in brackets), default=0)
     if deepest > MAX_DEPTH:
         raise bad_request(
             f"the body is nested {deepest} deep, expected at most {MAX_DEPTH}",

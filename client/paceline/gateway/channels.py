@@ -36,8 +36,8 @@ def marks_of(codec: TextCodec | None, use: ToolUse) -> frozenset[str]:
     if codec is None:
         return frozenset()
     wanted = CHANNEL_MARKS | THOUGHT_MARKS | (CALL_MARKS if use.mode == "auto" else frozenset())
-    found = frozenset(map(codec.token_text, codec.special_ids(wanted)))
-    return found if found >= {*_HEADERS, _BODY} else found - CHANNEL_MARKS
+    marks = frozenset(map(codec.token_text, codec.special_ids(wanted)))
+    return marks if marks >= {*_HEADERS, _BODY} else marks - CHANNEL_MARKS
 
 
 def parser_of(use: ToolUse, marks: frozenset[str], thought: str = "") -> AnswerParser:

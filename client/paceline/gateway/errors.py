@@ -64,8 +64,8 @@ def from_validation(error: ValidationError) -> ApiError:
     errors = _meant(error.errors(include_url=False, include_input=False, include_context=False))
     path = _path(errors[0]["loc"])
     # A field of several types has an error for each of them.
-    found = (each["msg"] for each in errors if _path(each["loc"]) == path)
-    wrong = dict.fromkeys(_PYTHON_OBJECT.sub("valid object", text) for text in found)
+    messages = (detail["msg"] for detail in errors if _path(detail["loc"]) == path)
+    wrong = dict.fromkeys(_PYTHON_OBJECT.sub("valid object", message) for message in messages)
     return bad_request(f"{path or 'the body'}: {', or: '.join(wrong)}", path or None)
 
 
@@ -81,20 +81,20 @@ def _meant(errors: Sequence[ErrorDetails], start: int = 0) -> Sequence[ErrorDeta
     if place is None:
         return errors
     types: dict[int | str, list[ErrorDetails]] = {}
-    for each in errors:
-        if each["loc"][:place] == first[:place]:
-            types.setdefault(each["loc"][place] if len(each["loc"]) > place else "", []).append(
-                each
+    for error in errors:
+        if error["loc"][:place] == first[:place]:
+            types.setdefault(error["loc"][place] if len(error["loc"]) > place else "", []).append(
+                error
             )
     nearness = {
-        kind: (max(len(each["loc"]) for each in found), -len(found), _indices(found[0]["loc"]))
-        for kind, found in types.items()
+        kind: (max(len(error["loc"]) for error in group), -len(group), _indices(group[0]["loc"]))
+        for kind, group in types.items()
     }
     meant = [
-        each
-        for kind, found in types.items()
+        error
+        for kind, group in types.items()
         if nearness[kind] == max(nearness.values())
-        for each in found
+        for error in group
     ]
     return _meant(meant, place + 1)
 

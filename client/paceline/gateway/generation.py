@@ -112,8 +112,8 @@ class JobBuilder:
 
     async def close(self) -> None:
         """End the processes that render chat templates."""
-        for each in self._templates.values():
-            await asyncio.to_thread(each.close)
+        for process in self._templates.values():
+            await asyncio.to_thread(process.close)
 
     async def name(self, asked: str | None, place: Place) -> str:
         """The name of a served model, of the first one where a request has none. Raises ApiError if
@@ -182,7 +182,7 @@ class JobBuilder:
                 raise bad_request("suffix needs prompts that are texts, and no echo", "suffix")
             fim = fim_tokens(model)
             given = [prompt_in_middle(fim, str(prompt), body.suffix) for prompt in given]
-        prompts = [model.tokens(each) if isinstance(each, str) else each for each in given]
+        prompts = [model.tokens(prompt) if isinstance(prompt, str) else prompt for prompt in given]
         if body.max_tokens == 0 and not body.echo:
             raise bad_request("max_tokens of 0 needs echo: nothing would be returned", "max_tokens")
         # The verifier always generates a token.
@@ -218,8 +218,8 @@ class JobBuilder:
         grammar, constraint, eos = "", body.constraint(), list(model.facts.eos_token_ids)
         if model.codec is not None and eos and "grammar" not in constraint:
             told: str = text  # what the template says, without what others may quote
-            sent = [each.for_template() for each in body.messages]
-            sent += [each.for_template() for each in use.tools]
+            sent = [message.for_template() for message in body.messages]
+            sent += [tool.for_template() for tool in use.tools]
             quotes = set(filter(_MARKED.search, _texts_in(sent)))
             told = told if len(quotes) <= _MAX_QUOTES else ""
             for quote in quotes:
@@ -321,8 +321,8 @@ def _texts_in(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
-        for each in [*value, *(value.values() if isinstance(value, dict) else ())]:
-            yield from _texts_in(each)
+        for part in [*value, *(value.values() if isinstance(value, dict) else ())]:
+            yield from _texts_in(part)
 
 
 def _named(name: str, body: CommonRequest, job: GenerationJob) -> GenerationJob:
@@ -396,7 +396,7 @@ async def _run_all(*work: Coroutine[Any, Any, None]) -> None:
     """Run all concurrently. The first error cancels the others and is raised."""
     try:
         async with asyncio.TaskGroup() as group:
-            for each in work:
-                group.create_task(each)
+            for coroutine in work:
+                group.create_task(coroutine)
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None

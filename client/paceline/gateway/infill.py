@@ -50,19 +50,19 @@ class InfillRequest(GenerationRequest):
 def fim_tokens(model: Model) -> dict[str, str]:
     """Texts of the model's tokens for texts in the middle, by name. Raises ApiError if one that is
     needed is missing."""
-    found = {
+    tokens = {
         name: text
         for name, text in model.facts.special_tokens.items()
         if name.startswith("fim_") and model.codec and model.codec.added_id(text) is not None
     }
-    if not found.keys() >= set(_NEEDED):
+    if not tokens.keys() >= set(_NEEDED):
         raise bad_request(
             f"{model.facts.name} has no tokens for texts in the middle: send the text before it, "
             "as a prompt alone, or serve a model for code",
             "suffix",
             "no_fim_tokens",
         )
-    return found
+    return tokens
 
 
 def prompt_in_middle(
@@ -84,11 +84,11 @@ def selected(fields: dict[str, Any], paths: Sequence[str]) -> dict[str, Any]:
     """The fields of an answer at these paths, by path; all if there is none."""
     if not paths:
         return fields
-    found = {}
+    by_path = {}
     for path in paths:
         value: Any = fields
         for name in path.split("/"):
             value = value.get(name) if isinstance(value, dict) else None
         if value is not None:
-            found[path] = value
-    return found
+            by_path[path] = value
+    return by_path

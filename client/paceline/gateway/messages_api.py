@@ -186,7 +186,7 @@ class MessagesRequest(CommonRequest, _Cached):
         fields = {name: getattr(self, name) for name in same}
         system = _COUNTED.sub("", text_of(self.system), count=1)
         first = [{"role": "system", "content": system}] if system else []
-        fields["messages"] = [*first, *(m for each in self.messages for m in each.as_messages())]
+        fields["messages"] = [*first, *(m for turn in self.messages for m in turn.as_messages())]
         last = fields["messages"][-1]
         if last["role"] == "assistant" and last["content"] and "tool_calls" not in last:
             fields |= {"continue_final_message": True, "add_generation_prompt": False}

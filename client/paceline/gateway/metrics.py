@@ -48,12 +48,12 @@ _OF_CLIENT.gauge(
 _OF_CLIENT.gauge(
     "specdec_gateway_verifier_state",
     "1 for the state of the verifier: serving, unavailable, refused",
-    lambda it: {(each.address, each.state): 1 for each in it.verifiers()},
+    lambda it: {(verifier.address, verifier.state): 1 for verifier in it.verifiers()},
     "verifier", "state",
 )  # fmt: skip
 _OF_CLIENT.gauge(
     "specdec_gateway_verifier_texts_running", "Texts of this gateway that the verifier generates",
-    lambda it: {each.address: each.running for each in it.verifiers()}, "verifier",
+    lambda it: {verifier.address: verifier.running for verifier in it.verifiers()}, "verifier",
 )  # fmt: skip
 
 
@@ -104,4 +104,4 @@ class _ClientMetrics(Metrics):
         super().__init__(registry, _OF_CLIENT)
 
     def verifiers(self) -> list[VerifierStatus]:
-        return [each for client in self._models.clients for each in client.verifiers()]
+        return [verifier for client in self._models.clients for verifier in client.verifiers()]

@@ -235,18 +235,16 @@ class Sites:
 
 def _name_of(host: str) -> str:
     """The name in a `Host` header, in lower case and without the port; empty: it is not one."""
-    found = _HOST.fullmatch(host.strip())
-    return found["name"].lower() if found else ""
+    match = _HOST.fullmatch(host.strip())
+    return match["name"].lower() if match else ""
 
 
 def _is_own(origin: str, request: web.Request) -> bool:
     """Whether an origin is the site that a request is for, as that of this gateway's page is."""
     scheme, separator, host = origin.partition("://")
-    default = {"http": ":80", "https": ":443"}.get(scheme)
-    own = request.headers.get("Host", "").lower()
-    return (
-        bool(separator) and default is not None and host.lower() in (own, own.removesuffix(default))
-    )
+    port = {"http": ":80", "https": ":443"}.get(scheme)
+    site = request.headers.get("Host", "").lower()
+    return bool(separator) and port is not None and host.lower() in (site, site.removesuffix(port))
 
 
 def _open(path: str) -> bool:

@@ -129,9 +129,9 @@ class GatewayOptions:
         local = self.api_key is None and stays_on_this_machine(self.address)
         if socket_path_of(self.address) is not None or not (local or self.allowed_hosts):
             return None  # no page reaches a Unix socket
-        own = self.address.rpartition(":")[0]
+        name = self.address.rpartition(":")[0]
         return frozenset(
-            host.lower() for host in ("localhost", "127.0.0.1", "[::1]", own, *self.allowed_hosts)
+            host.lower() for host in ("localhost", "127.0.0.1", "[::1]", name, *self.allowed_hosts)
         )
 
     @property

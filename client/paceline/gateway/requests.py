@@ -402,21 +402,21 @@ class Constrained(Body):
         elif isinstance(form, JsonObject):
             schemas.append(form.schema_)
         schemas += [{"type": "object"}] if vllm.json_object else []
-        choices = (vllm.choice, self.guided_choice)
-        patterns = [f"(?:{'|'.join(map(re.escape, each))})" for each in choices if each is not None]
+        lists = (vllm.choice, self.guided_choice)
+        regexes = [f"(?:{'|'.join(map(re.escape, texts))})" for texts in lists if texts is not None]
         given: list[tuple[str, Sequence[Any]]] = [
             ("json_schema", schemas),
-            ("regex", (vllm.regex, self.guided_regex, *patterns)),
+            ("regex", (vllm.regex, self.guided_regex, *regexes)),
             ("grammar", (vllm.grammar, self.guided_grammar, self.grammar)),
         ]
-        found = [(name, value) for name, values in given for value in values if value is not None]
-        if len(found) > 1:
+        chosen = [(name, value) for name, values in given for value in values if value is not None]
+        if len(chosen) > 1:
             raise bad_request(
                 "a text can have one constraint: send one of response_format, structured_outputs, "
                 "guided_*, json_schema and grammar",
                 "response_format",
             )
-        return dict(found)
+        return dict(chosen)
 
 
 class StreamOptions(Body):
@@ -593,19 +593,19 @@ class ChatRequest(GenerationRequest, CallingRequest):
 
     def constraint(self) -> dict[str, Any]:
         """The constraint of the text, that of the tools included."""
-        own = super().constraint()
+        constraint = super().constraint()
         try:
             schema = self.tool_use().schema()
         except ValueError as error:
             why = f"the parameters of a tool cannot be read as a JSON schema: {error}"
             raise bad_request(why, "tools") from error
-        if own and schema is not None:
+        if constraint and schema is not None:
             raise bad_request(
                 "a call that tool_choice requires leaves no room for a constrained text: send "
                 "either",
                 "tool_choice",
             )
-        return own if schema is None else {"json_schema": schema}
+        return constraint if schema is None else {"json_schema": schema}
 
 
 def chat_of(fields: dict[str, Any]) -> ChatRequest:

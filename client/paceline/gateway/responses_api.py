@@ -113,8 +113,8 @@ class OtherItem(Body):
     def as_messages(self) -> list[dict[str, Any]]:
         name = _full(self.namespace, self.name) or self.type.removesuffix("_call")
         call_id = self.call_id or self.id
-        found = (self.output, self.outputs, self.results, self.error, self.status)
-        result = next((each for each in found if each is not None), "")
+        values = (self.output, self.outputs, self.results, self.error, self.status)
+        result = next((value for value in values if value is not None), "")
         text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
         if self.type.endswith("_output"):
             return [_result(call_id, text)]
@@ -225,7 +225,7 @@ class ResponsesRequest(CommonRequest, CallingRequest):
         for item in items if isinstance(items, list) else ():
             if _is(item, "additional_tools") and isinstance(item.get("tools"), list):
                 tools += item["tools"]
-        flat = [each for tool in tools for each in _flat(tool)]
+        flat = [tool for entry in tools for tool in _flat(entry)]
         return {**fields, "tools": flat} if flat else fields
 
     def unknown(self, path: str = "") -> Iterator[str]:
@@ -309,15 +309,15 @@ def _is(value: Any, kind: str) -> bool:
     return isinstance(value, dict) and value.get("type") == kind
 
 
-def _flat(tool: Any) -> list[Any]:
+def _flat(entry: Any) -> list[Any]:
     """A tool, or those of a namespace, of which the first says what that is."""
-    tools = tool.get("tools") if _is(tool, "namespace") else None
+    tools = entry.get("tools") if _is(entry, "namespace") else None
     if not isinstance(tools, list):
-        return [tool]
-    name, about = ({"name": tool.get("name")}, {"description": tool.get("description")})
+        return [entry]
+    name, about = ({"name": entry.get("name")}, {"description": entry.get("description")})
     return [
-        {**each, "namespace": name if index else name | about} if isinstance(each, dict) else each
-        for index, each in enumerate(tools)
+        {**tool, "namespace": name if index else name | about} if isinstance(tool, dict) else tool
+        for index, tool in enumerate(tools)
     ]
 
 
@@ -327,8 +327,8 @@ def _thoughts(fields: dict[str, Any]) -> str:
         parts = fields.get(name)
         listed = parts if isinstance(parts, list) else []
         texts = [part.get("text") for part in listed if isinstance(part, dict)]
-        if found := "".join(text for text in texts if isinstance(text, str)):
-            return found
+        if joined := "".join(text for text in texts if isinstance(text, str)):
+            return joined
     return ""
 
 

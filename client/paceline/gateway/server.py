@@ -404,8 +404,8 @@ async def run_gateway(
             await stop.unless(stop.hard, _drain(gateway, options.drain_seconds))
         finally:
             for client in models.clients:
-                unreachable = next((each.reason for each in client.verifiers() if each.reason), "")
-                client.fail("the gateway has ended" + (f": {unreachable}" if unreachable else ""))
+                why = next((status.reason for status in client.verifiers() if status.reason), "")
+                client.fail("the gateway has ended" + (f": {why}" if why else ""))
             await runner.cleanup()
             gateway.admission.shut_down()
             if endpoint is not None:

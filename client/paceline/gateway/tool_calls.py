@@ -233,8 +233,8 @@ class CallParser:
                 yield from self._quoted()
                 if self._quoted_end:
                     return
-            elif self._calling and (found := _MARK.search(self._left)):
-                yield from self._open(found)
+            elif self._calling and (match := _MARK.search(self._left)):
+                yield from self._open(match)
             else:
                 kept = 0 if final else undecided(self._left, self._marks)
                 text = self._left[: len(self._left) - kept]
@@ -281,7 +281,7 @@ class CallParser:
             return True
         names = [f"{name}\n{{" for name in self._use.names] if self._calling else []
         starts = (*THOUGHTS, FUNCTOOLS, _FENCE, *names) if self._calling else THOUGHTS
-        if any(len(stripped) < len(each) and each.startswith(stripped) for each in starts):
+        if any(len(stripped) < len(start) and start.startswith(stripped) for start in starts):
             return False
         if self._use.mode == "named":
             self._state = "named"
@@ -295,10 +295,10 @@ class CallParser:
             self._state, self._mark, self._left = "block", "functools", stripped[9:]
         return True
 
-    def _open(self, found: re.Match[str]) -> Iterator[Part]:
+    def _open(self, match: re.Match[str]) -> Iterator[Part]:
         """Go on behind a mark in a text; what is before it is final."""
-        before, mark = self._left[: found.start()], found[0]
-        self._left = self._left[found.end() :]
+        before, mark = self._left[: match.start()], match[0]
+        self._left = self._left[match.end() :]
         if mark in THOUGHTS:
             self._quoted_end = THOUGHTS[mark]
         if mark in THOUGHTS or (mark == _STRAY and not self.calls):
@@ -322,10 +322,10 @@ class CallParser:
         end = BLOCKS.get(self._mark, "")
         marks = re.compile(re.escape(end)) if end else _MARK
         ended = True
-        for found in marks.finditer(self._left, self._within):
-            if not self._is_within(found.start()):
+        for match in marks.finditer(self._left, self._within):
+            if not self._is_within(match.start()):
                 break
-            self._within = found.start()
+            self._within = match.start()
         else:
             if not final:
                 return None
@@ -334,9 +334,9 @@ class CallParser:
             calls, rest = _calls_in(self._block_text(self._left), self._use, ended)
             if first is None or (calls and not rest.strip(_SEPARATORS)):
                 return self._left, "", "", ended
-            found = first  # it ends a damaged call
-        behind = found.end() if end else found.start()
-        return self._left[: found.start()], end, self._left[behind:], ended
+            match = first  # it ends a damaged call
+        behind = match.end() if end else match.start()
+        return self._left[: match.start()], end, self._left[behind:], ended
 
     def _block_text(self, inside: str) -> str:
         return self._mark + inside if self._mark == "<function=" else inside
@@ -348,8 +348,8 @@ class CallParser:
         call = self._block_text(before).lstrip(_SEPARATORS)
         if _JSON_CALL.match(call) or _NAME_AND_JSON.match(call):
             within = self._within > 0
-            for found in _QUOTE.finditer(before, self._within):
-                within ^= found[0] == '"'
+            for quote in _QUOTE.finditer(before, self._within):
+                within ^= quote[0] == '"'
             return within
         if call.startswith("<function="):
             body = call.rstrip().removesuffix("</function>").rstrip()
@@ -472,14 +472,14 @@ def _named_objects_in(text: str) -> list[tuple[str, str]]:
     calls = []
     rest = text.strip(_SEPARATORS)
     while rest:
-        found = _NAME_AND_JSON.match(rest)
-        if found is None:
+        match = _NAME_AND_JSON.match(rest)
+        if match is None:
             return []
         try:
-            value, end = DECODER.raw_decode(rest, found.end())
+            value, end = DECODER.raw_decode(rest, match.end())
         except (ValueError, RecursionError):
             return []
-        calls.append((found["name"], _as_json(value)))
+        calls.append((match["name"], _as_json(value)))
         rest = rest[end:].strip(_SEPARATORS)
     return calls
 
@@ -488,8 +488,8 @@ def _functions_in(text: str, use: ToolUse, ended: bool) -> tuple[list[tuple[str,
     """Calls whose arguments are in tags, or JSON, and the text from the first damaged one on."""
     calls: list[tuple[str, str]] = []
     rest = text
-    while found := _FUNCTION.search(rest):
-        name, pairs, at = found[1].strip(), dict[str, str](), found.end()
+    while function := _FUNCTION.search(rest):
+        name, pairs, at = function[1].strip(), dict[str, str](), function.end()
         while parameter := _PARAMETER.match(rest, at):
             # A value is on lines of its own.
             pairs[parameter[1].strip()] = parameter[2].removeprefix("\n").removesuffix("\n")

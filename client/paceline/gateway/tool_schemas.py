@@ -45,13 +45,13 @@ def closed(schema: Schema) -> Schema:
     that combines several for one value, where one must not forbid the properties of another.
     """
     copied: Schema = json.loads(json.dumps(schema))
-    found = list(schemas(copied))
-    if any(map(_combines, found)):
+    parts = list(schemas(copied))
+    if any(map(_combines, parts)):
         return schema
-    for each in found:
-        names = each.get("properties")
-        if isinstance(names, dict) and not each.keys() & _OPEN and _is_enough(each, set(names)):
-            each["additionalProperties"] = False
+    for part in parts:
+        names = part.get("properties")
+        if isinstance(names, dict) and not part.keys() & _OPEN and _is_enough(part, set(names)):
+            part["additionalProperties"] = False
     return copied
 
 
@@ -78,17 +78,17 @@ def _combines(schema: Schema) -> bool:
 def types_of(root: Schema, key: str) -> frozenset[str]:
     """Types of JSON that a schema allows for a property of its instances, an integer where it
     allows a number. Schemas that do not say so, or contradict themselves, allow all."""
-    found: dict[tuple[int, bool], frozenset[str]] = {}
+    known: dict[tuple[int, bool], frozenset[str]] = {}
 
     def types(schema: Any, within: bool, depth: int) -> frozenset[str]:
         """Types of the property, or of the instance itself."""
         if not isinstance(schema, dict) or depth > _MAX_DEPTH:
             return ANY_TYPE
         place = id(schema), within
-        if place not in found:
-            found[place] = ANY_TYPE  # of a schema that refers to itself
-            found[place] = combined(schema, within, depth + 1)
-        return found[place]
+        if place not in known:
+            known[place] = ANY_TYPE  # of a schema that refers to itself
+            known[place] = combined(schema, within, depth + 1)
+        return known[place]
 
     def combined(schema: Schema, within: bool, depth: int) -> frozenset[str]:
         if within:
@@ -100,11 +100,11 @@ def types_of(root: Schema, key: str) -> frozenset[str]:
         reference = schema.get("$ref")
         if isinstance(reference, str) and reference.startswith("#"):
             allowed &= types(value_at(root, reference[1:]), within, depth)
-        for each in _listed(schema, "allOf"):
-            allowed &= types(each, within, depth)
+        for subschema in _listed(schema, "allOf"):
+            allowed &= types(subschema, within, depth)
         for name in ("anyOf", "oneOf"):
-            options = {types(each, within, depth) for each in _listed(schema, name)} - {ANY_TYPE}
-            allowed &= frozenset().union(*options) if options else ANY_TYPE
+            kinds = {types(option, within, depth) for option in _listed(schema, name)} - {ANY_TYPE}
+            allowed &= frozenset().union(*kinds) if kinds else ANY_TYPE
         return allowed or ANY_TYPE
 
     return types(root, True, 0)
@@ -136,24 +136,24 @@ def fits(root_value: Any, root: Schema) -> bool:
             bound = schema.get(name)
             yield not isinstance(bound, int | float) or sign * size >= sign * bound
         if isinstance(value, dict):
-            needed = {each for each in _listed(schema, "required") if isinstance(each, str)}
+            needed = {key for key in _listed(schema, "required") if isinstance(key, str)}
             yield value.keys() >= needed
             named = schema.get("properties")
             named = named if isinstance(named, dict) else {}
             other = "patternProperties" in schema or schema.get("additionalProperties")
-            yield all(matches(each, named.get(key, other), depth) for key, each in value.items())
+            yield all(matches(item, named.get(key, other), depth) for key, item in value.items())
         if isinstance(value, list):
             first = _listed(schema, "prefixItems") or _listed(schema, "items")
             yield all(matches(*pair, depth) for pair in zip(value, first, strict=False))
             items = schema.get("items")
-            yield all(matches(each, items, depth) for each in value[len(first) :])
+            yield all(matches(item, items, depth) for item in value[len(first) :])
         reference = schema.get("$ref")
         if isinstance(reference, str) and reference.startswith("#"):
             yield matches(value, value_at(root, reference[1:]), depth)
-        yield all(matches(value, each, depth) for each in _listed(schema, "allOf"))
+        yield all(matches(value, subschema, depth) for subschema in _listed(schema, "allOf"))
         for name in ("anyOf", "oneOf"):
             parts = _listed(schema, name)
-            yield not parts or any(matches(value, each, depth) for each in parts)
+            yield not parts or any(matches(value, part, depth) for part in parts)
 
     return matches(root_value, root, 0)
 
@@ -161,11 +161,11 @@ def fits(root_value: Any, root: Schema) -> bool:
 def _own_types(schema: Schema) -> frozenset[str]:
     """Types that `type`, `enum`, `const` and OpenAPI's `nullable` allow."""
     kinds = [schema["type"]] if isinstance(schema.get("type"), str) else _listed(schema, "type")
-    allowed = ANY_TYPE.intersection(each for each in kinds if isinstance(each, str)) or ANY_TYPE
+    allowed = ANY_TYPE.intersection(kind for kind in kinds if isinstance(kind, str)) or ANY_TYPE
     allowed |= {"integer"} if "number" in allowed else set()
     allowed |= {"null"} if schema.get("nullable") is True else set()
     values = [schema["const"]] if "const" in schema else _listed(schema, "enum")
-    return allowed.intersection(TYPES[type(each)] for each in values) if values else allowed
+    return allowed.intersection(TYPES[type(value)] for value in values) if values else allowed
 
 
 def _listed(schema: Schema, name: str) -> list[Any]:

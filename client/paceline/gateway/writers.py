@@ -240,10 +240,10 @@ class CompletionWriter(ChoicesWriter):
 
     def _choice(self, index: int, text: GeneratedText, result: GenerationResult) -> Json:
         prompt = self._prompt(index, text.prompt_logprobs)
-        found = _joined([prompt, self._joined_logprobs(index, text.chunks)])
+        logprobs = _joined([prompt, self._joined_logprobs(index, text.chunks)])
         return {
             "text": self._echo(index) + result.text,
-            "logprobs": found or None,
+            "logprobs": logprobs or None,
             "finish_reason": result.finish_reason,
         }
 
@@ -252,8 +252,9 @@ class CompletionWriter(ChoicesWriter):
         return [self._event(index, {"text": self._echo(index)}, logprobs)]
 
     def chunks(self, index: int, chunks: Sequence[Chunk]) -> list[Json]:
-        text, found = "".join(chunk.text for chunk in chunks), self._joined_logprobs(index, chunks)
-        return [self._with_rounds(self._event(index, {"text": text}, found), chunks)]
+        text = "".join(chunk.text for chunk in chunks)
+        logprobs = self._joined_logprobs(index, chunks)
+        return [self._with_rounds(self._event(index, {"text": text}, logprobs), chunks)]
 
     def ending(self, index: int, result: GenerationResult) -> list[Json]:
         return [self._last_event(index, {"text": ""}, result.finish_reason, result)]
@@ -333,7 +334,7 @@ class ChatWriter(ChoicesWriter):
         """An event for each part of the text; the first has the log-probabilities. There is none
         for a text that is held back, such as a call that is not complete."""
         deltas = self._deltas(index, self._answers[index].push(chunks))
-        logprobs = self._logprobs([each for chunk in chunks for each in chunk.logprobs])
+        logprobs = self._logprobs([entry for chunk in chunks for entry in chunk.logprobs])
         if not (deltas or logprobs or self._job.stream_options.include_rounds):
             return []
         first, *others = deltas or [{}]
@@ -376,7 +377,7 @@ class ChatWriter(ChoicesWriter):
 def _joined(parts: Sequence[Json]) -> Json:
     """The lists of all parts that have some, one after the other."""
     parts = [part for part in parts if part]
-    return {key: [each for part in parts for each in part[key]] for key in (parts or [{}])[0]}
+    return {key: [value for part in parts for value in part[key]] for key in (parts or [{}])[0]}
 
 
 def _reason(result: GenerationResult, answer: Answer) -> str:
@@ -384,16 +385,16 @@ def _reason(result: GenerationResult, answer: Answer) -> str:
 
 
 def of_chat(entries: Sequence[TokenLogprob], codec: TextCodec) -> Json:
-    def entry(token: int, logprob: float) -> Json:
+    def fields(token: int, logprob: float) -> Json:
         text, raw = codec.token_text(token), list(codec.token_bytes(token))
         return {"token": text, "logprob": logprob, "bytes": raw}
 
     content = [
         {
-            **entry(each.token_id, each.logprob),
-            "top_logprobs": [entry(token, logprob) for token, logprob in each.top],
+            **fields(entry.token_id, entry.logprob),
+            "top_logprobs": [fields(token, logprob) for token, logprob in entry.top],
         }
-        for each in entries
+        for entry in entries
     ]
     return {"content": content, "refusal": None}
 
@@ -408,14 +409,14 @@ def of_completion(
     """The form of completions. `entries` and `pieces` are those of the tokens; the entry of the
     first token of a prompt is None. `offset` is the number of characters before the tokens."""
 
-    def likeliest(each: TokenLogprob) -> dict[str, float]:
+    def likeliest(entry: TokenLogprob) -> dict[str, float]:
         # As in OpenAI's API, the likeliest comes first, and the token itself is always included.
         # Among tokens with equal text, the likeliest one is kept.
-        found: dict[str, float] = {}
-        candidates = [*each.top, (each.token_id, each.logprob)]
+        logprobs: dict[str, float] = {}
+        candidates = [*entry.top, (entry.token_id, entry.logprob)]
         for token, logprob in sorted(candidates, key=lambda pair: -pair[1]):
-            found.setdefault(codec.token_text(token), logprob)
-        return found
+            logprobs.setdefault(codec.token_text(token), logprob)
+        return logprobs
 
     offsets = []
     for piece in pieces:
@@ -423,8 +424,8 @@ def of_completion(
         offset += len(piece)
     return {
         "tokens": [codec.token_text(token) for token in tokens],
-        "token_logprobs": [None if each is None else each.logprob for each in entries],
-        "top_logprobs": [None if each is None else likeliest(each) for each in entries],
+        "token_logprobs": [None if entry is None else entry.logprob for entry in entries],
+        "top_logprobs": [None if entry is None else likeliest(entry) for entry in entries],
         "text_offset": offsets[: len(entries)],
     }
 
@@ -577,7 +578,7 @@ class EventStream:
             for event in self._arrived:
                 by_text.setdefault(event.index, []).append(event)
             self._arrived.clear()
-            events = [each for texts in by_text.values() for each in await self._events(texts)]
+            events = [event for texts in by_text.values() for event in await self._events(texts)]
             if events:
                 await self._send(_as_sse(events))
         self._flushing = None  # unless it failed

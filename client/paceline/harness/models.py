@@ -146,7 +146,7 @@ def models_in(folder: Path) -> list[Path]:
         return []
     files = {_PART.sub("", file.name): file for file in sorted(folder.glob("*.gguf"), reverse=True)}
     folders = {path.parent for name in _CONFIGS for path in folder.glob(f"*/{name}")}
-    folders = {each for each in folders if not _is_drafter(each / "config.json")}
+    folders = {path for path in folders if not _is_drafter(path / "config.json")}
     return sorted((*files.values(), *folders))
 
 
@@ -167,8 +167,8 @@ def model_bytes(path: Path, weights: str) -> int:
                 return sum(file.stat().st_size for file in description.parent.iterdir())
     name = _PART.sub("", path.name)
     parts = path.glob("*.safetensors") if path.is_dir() else path.parent.glob("*.gguf")
-    files = (each for each in parts if path.is_dir() or _PART.sub("", each.name) == name)
-    return sum(each.stat().st_size for each in files)
+    files = (part for part in parts if path.is_dir() or _PART.sub("", part.name) == name)
+    return sum(file.stat().st_size for file in files)
 
 
 def name_of(path: Path) -> str | None:
@@ -184,8 +184,8 @@ def drafter_spec(text: str) -> str:
     """Type of an argument that takes a drafter: names of models in it become paths, and `~` the
     home folder. Raises ArgumentTypeError if as `model_path`, or it is a model without a method."""
 
-    def path(found: re.Match[str]) -> str:
-        name = found[0]
+    def path(match: re.Match[str]) -> str:
+        name = match[0]
         return str(model_path(name)) if is_model_name(name) or name[0] == "~" else name
 
     head = text.partition(",")[0].rpartition("=")[2]
