@@ -59,9 +59,9 @@ def run(args: argparse.Namespace) -> int:
     with exit_with(1, ProcessFailed, PacelineError), _verifier(args, receipt):
         with exit_with(2, OptionsError, ValueError):
             client = client_of(args)
-        found = run_async(_check(client, receipt))
-    print(printable(found.message))  # on one line, whatever names a receipt has
-    return _CODES[found.outcome]
+        check = run_async(_check(client, receipt))
+    print(printable(check.message))  # on one line, whatever names a receipt has
+    return _CODES[check.outcome]
 
 
 async def _check(client: Client, receipt: Receipt) -> ReceiptCheck:

@@ -118,7 +118,7 @@ def _config_arguments(
         raise CommandError(f"cannot read {path}: {error}") from error
     for name, table in tables.items():
         if name not in TABLES["serve"]:
-            known = ", ".join(f"[{each}]" for each in TABLES["serve"])
+            known = ", ".join(f"[{header}]" for header in TABLES["serve"])
             raise CommandError(
                 f"{path} has {name!r}, expected only the tables {known}"
                 + meant(name, TABLES["serve"])
@@ -144,21 +144,21 @@ def _actions_of(
     groups: dict[str, list[argparse.Action]] = {name: [] for name in TABLES[command]}
     for group in parser._action_groups:
         groups.get(str(group.title), groups[TABLES[command][0]]).extend(group._group_actions)
-    found = {
+    actions = {
         flag.removeprefix("--"): action
         for action in groups[table]
         for flag in action.option_strings
         if flag.startswith("--") and flag not in (CONFIG, "--help")
     }
     if command == "serve":
-        found |= {
+        actions |= {
             key.removeprefix(f"{table}-"): action
-            for key, action in found.items()
+            for key, action in actions.items()
             if key.startswith(f"{table}-")
         }
         if table == "drafter":
-            found["load"] = found.pop("drafter")
-    return found
+            actions["load"] = actions.pop("drafter")
+    return actions
 
 
 def _argument(
@@ -176,8 +176,8 @@ def _argument(
         word = key if value else f"no-{key}"
         return flag, [f"--{word}"] if word in actions else []
     values = value if isinstance(value, list) else [value]
-    if isinstance(value, bool) or not all(isinstance(each, str | int | float) for each in values):
+    if isinstance(value, bool) or not all(isinstance(item, str | int | float) for item in values):
         raise ValueError(f"{key} = {value!r}: expected a text, a number or a list of them")
     if isinstance(value, list) and not isinstance(action, argparse._AppendAction):
         raise ValueError(f"{key} = {value!r}: expected one value, not a list")
-    return flag, [f"{flag}={each}" for each in values]
+    return flag, [f"{flag}={item}" for item in values]

@@ -60,8 +60,8 @@ class PromptComparison:
 
     @property
     def identical(self) -> bool:
-        found = {tuple(result.token_ids) for runs in self.results.values() for result in runs}
-        return len(found) == 1
+        texts = {tuple(result.token_ids) for runs in self.results.values() for result in runs}
+        return len(texts) == 1
 
     def speed(self, drafter: str) -> float:
         """Mean speed after the first token. Unit: tokens/s."""
@@ -141,7 +141,7 @@ async def _compare(
         encoded = await _encode(client, prompts, args.max_new_tokens)
         names, options = tuple(args.drafter or names), _measured_options(args)
         await _warm_up(client, encoded[0], names, options)
-        return [await _measure(client, each, names, options, args.runs) for each in encoded]
+        return [await _measure(client, prompt, names, options, args.runs) for prompt in encoded]
 
 
 async def _encode(
@@ -151,13 +151,13 @@ async def _encode(
     PacelineError if none fits the context; others that do not are left out, with a notice."""
     model = await client.model()
     room = model.facts.max_context - max_new_tokens
-    found = [(prompt, await _tokens(model, prompt)) for prompt in prompts]
-    fitting = [(prompt, tokens) for prompt, tokens in found if len(tokens) < room]
+    encoded = [(prompt, await _tokens(model, prompt)) for prompt in prompts]
+    fitting = [(prompt, tokens) for prompt, tokens in encoded if len(tokens) < room]
     if not fitting:
         raise PacelineError(f"no prompt fits a context of {model.facts.max_context} tokens")
-    if len(fitting) < len(found):
+    if len(fitting) < len(encoded):
         print(
-            f"{len(found) - len(fitting)} prompts are left out: they do not fit the context",
+            f"{len(encoded) - len(fitting)} prompts are left out: they do not fit the context",
             file=sys.stderr,
         )
     return fitting
@@ -197,14 +197,14 @@ async def _measure(
     """
     results: dict[str, list[GenerationResult]] = {name: [] for name in ("none", *drafters)}
     for _ in range(runs):
-        for name, found in results.items():
+        for name, answers in results.items():
             result = await client.generate(prompt[1], drafter=name, **options)
             if len(result.token_ids) < 2:
                 raise PacelineError(
                     f"the text after {_beginning(prompt[0])!r} ends with its first token: there is "
                     "no speed to measure; give another prompt"
                 )
-            found.append(result)
+            answers.append(result)
     return PromptComparison(_beginning(prompt[0]), results)
 
 
@@ -356,7 +356,7 @@ async def _show(
         best = await _warm_up(client, encoded[0], names, options)
         await _stream(console, client, *encoded[0], best, options)
         console.print("\nComparing plain decoding with each drafter ...", style="dim")
-        return [await _measure(client, each, names, options, 1) for each in encoded]
+        return [await _measure(client, prompt, names, options, 1) for prompt in encoded]
 
 
 async def _stream(

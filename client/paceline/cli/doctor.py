@@ -97,7 +97,7 @@ def _served() -> Facts | None:
     return {
         "model": model.name,
         "weights": model.weights,
-        "drafters": [each.default_drafter for each in model.drafter_services],
+        "drafters": [service.default_drafter for service in model.drafter_services],
         "local_sources": list(model.local_sources),
     }
 
@@ -111,17 +111,17 @@ def _with_torch() -> Facts:
 
     try:
         kernels = cpu_kernels()
-        found: Facts = {"level": kernels.level, "origin": kernels.origin, "error": ""}
+        kernel_facts: Facts = {"level": kernels.level, "origin": kernels.origin, "error": ""}
     except KernelsError as error:
-        found = {"level": "", "origin": "", "error": str(error)}
+        kernel_facts = {"level": "", "origin": "", "error": str(error)}
     gpus, gpu_error = [], ""
     try:
-        gpus = [torch.cuda.get_device_properties(each) for each in range(torch.cuda.device_count())]
+        gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     except RuntimeError as error:  # the driver is too old for this PyTorch
         gpu_error = str(error)
     return {
         "threads": torch.get_num_threads(),
-        "kernels": found,
+        "kernels": kernel_facts,
         "cuda": torch.version.cuda,
         "gpus": [
             {
@@ -196,7 +196,7 @@ def _as_text(facts: Facts) -> str:
     for name, value in facts.items():
         if name not in ("missing", "notes"):
             values = value if isinstance(value, list) else [value]
-            lines += [(name.replace("_", " "), text) for each in values if (text := _text(each))]
+            lines += [(name.replace("_", " "), text) for item in values if (text := _text(item))]
     lines += [("note", note) for note in facts["notes"]]
     return "\n".join(f"{label:<10} {text}" for label, text in lines)
 

@@ -135,36 +135,36 @@ def _inspect(args: argparse.Namespace) -> int:
         )
     with exit_with(2, OSError, ValueError):
         with waiting(lambda: f"reading {args.folder}"):
-            found = inspect_drafter(args.folder, args.target)
+            inspection = inspect_drafter(args.folder, args.target)
     if args.json:
-        print(json.dumps({**found.facts, "problems": found.problems}, indent=2))
-        return int(bool(found.problems))
+        print(json.dumps({**inspection.facts, "problems": inspection.problems}, indent=2))
+        return int(bool(inspection.problems))
     table = Table(show_header=False, box=None)
-    for name, value in found.facts.items():
+    for name, value in inspection.facts.items():
         table.add_row(name, value)
     Output(width=_WIDTH).print(table)  # paths are not cut
-    for problem in found.problems:
+    for problem in inspection.problems:
         print(f"does not fit: {problem}")
-    return int(bool(found.problems))
+    return int(bool(inspection.problems))
 
 
 async def _call_all(args: argparse.Namespace) -> None:
     """Run the action with the service at each address of the list."""
     connections = Connections(read_token(args.token_file), tls_of(args))
     with exit_with(1, OSError):
-        found = [await addresses_of(entry) for entry in parse_addresses(args.address, "drafter")]
-    services = {address: name for each in found for address, name in each.items()}
+        resolved = [await addresses_of(entry) for entry in parse_addresses(args.address, "drafter")]
+    services = {address: name for names in resolved for address, name in names.items()}
     for address in services:
         connections.check(address)
     failures = []
     for address, name in services.items():
         if len(services) > 1:
             print(f"{address}:", flush=True)
-        own = argparse.Namespace(**{**vars(args), "address": address})
+        service_args = argparse.Namespace(**{**vars(args), "address": address})
         try:
             async with connections.channel(address, name) as channel:
                 metadata = connections.metadata(address)
-                await args.action(own, partial(_call, channel, metadata, own))
+                await args.action(service_args, partial(_call, channel, metadata, service_args))
         except CommandError as error:
             failures.append(error)
         except PacelineError as error:
@@ -386,12 +386,12 @@ def _state(info: drafter_pb2.DrafterInfo) -> str:
 def show_list(response: drafter_pb2.ListDraftersResponse, args: argparse.Namespace) -> None:
     """Print all versions, and the verifiers that were joined; `args` are those of `_add`."""
     if args.json:
-        found = {
+        listing = {
             "drafters": [_as_dict(info) for info in response.drafters],
             "default_drafter": response.default_drafter,
             "verifiers": [_as_dict(link) for link in response.verifiers],
         }
-        print(json.dumps(found, indent=2))
+        print(json.dumps(listing, indent=2))
         return
     show(response.drafters, args, response.default_drafter)
     if response.verifiers:
@@ -405,13 +405,13 @@ def show_list(response: drafter_pb2.ListDraftersResponse, args: argparse.Namespa
 
 def _as_dict(message: Message) -> dict[str, object]:
     """Fields by name, JSON-ready: messages and maps as dicts, repeated numbers as lists."""
-    found: dict[str, object] = {}
+    fields: dict[str, object] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
         if isinstance(value, Message):
-            found[field.name] = _as_dict(value)
+            fields[field.name] = _as_dict(value)
         elif isinstance(value, Mapping):
-            found[field.name] = dict(value)
+            fields[field.name] = dict(value)
         else:
-            found[field.name] = list(value) if field.is_repeated else value
-    return found
+            fields[field.name] = list(value) if field.is_repeated else value
+    return fields

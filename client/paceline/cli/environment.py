@@ -69,16 +69,16 @@ def _open_streams() -> None:
     """Open the null device in place of closed standard streams. A file that is opened later would
     else get the number of one: what is printed would be written into it, and libuv aborts."""
     for number, name in enumerate(_STREAMS):
-        found: int | str = number
+        file: int | str = number
         try:
             os.fstat(number)
-            found = os.devnull  # another file, where Python has found the stream closed
+            file = os.devnull  # another file, where Python has found the stream closed
         except OSError:
             # The lowest free number: that of the stream, as those below are open.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
         if getattr(sys, name) is None:
-            mode, owned = "w" if number else "r", found is not number
-            stream = open(found, mode, encoding="utf-8", closefd=owned)  # noqa: SIM115 - stays open
+            mode, owned = "w" if number else "r", file is not number
+            stream = open(file, mode, encoding="utf-8", closefd=owned)  # noqa: SIM115 - stays open
             setattr(sys, name, stream)
 
 
@@ -101,10 +101,10 @@ def _set_home() -> None:
 def _bypass_proxies() -> None:
     """Let libraries use no proxy for addresses of this machine. Channels of this project do so by
     themselves: this is for exporters and HTTP clients."""
-    if not any(os.environ.get(each) or os.environ.get(each.upper()) for each in _PROXIES):
+    if not any(os.environ.get(name) or os.environ.get(name.upper()) for name in _PROXIES):
         return
     given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
-    found = {"no_proxy": given, **{k: v for k, v in os.environ.items() if k == "no_grpc_proxy"}}
-    for name, value in found.items():
+    variables = {"no_proxy": given, **{k: v for k, v in os.environ.items() if k == "no_grpc_proxy"}}
+    for name, value in variables.items():
         if "*" not in value:
             os.environ[name] = ",".join([*filter(None, [value]), *_DIRECT])

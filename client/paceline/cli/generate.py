@@ -174,9 +174,9 @@ def new_client(args: argparse.Namespace) -> Client:
 
 
 def as_json(result: GenerationResult) -> dict[str, object]:
-    found = dataclasses.asdict(dataclasses.replace(result, receipt=None))
-    del found["receipt"]  # it is written apart
-    return {**found, "stats": result.stats.summary()}
+    fields = dataclasses.asdict(dataclasses.replace(result, receipt=None))
+    del fields["receipt"]  # it is written apart
+    return {**fields, "stats": result.stats.summary()}
 
 
 async def _generate(

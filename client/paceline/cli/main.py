@@ -99,9 +99,9 @@ class _Parser(argparse.ArgumentParser):
             kind, word = wrong.groups()
             names = [
                 name
-                for each in self._actions
-                if each.metavar == kind
-                for name in each.choices or ()
+                for action in self._actions
+                if action.metavar == kind
+                for name in action.choices or ()
             ]
             message = f"there is no {kind.lower()} {word!r}{meant(word, names)}"
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
@@ -119,11 +119,11 @@ class _Parser(argparse.ArgumentParser):
 
     def options(self) -> set[str]:
         """Long options of this parser and of its actions."""
-        found = {flag for flag in self._option_string_actions if flag.startswith("--")}
+        flags = {flag for flag in self._option_string_actions if flag.startswith("--")}
         for action in self._actions:
             nested = action.choices.values() if isinstance(action.choices, dict) else ()
-            found.update(*(each.options() for each in nested if isinstance(each, _Parser)))
-        return found
+            flags.update(*(parser.options() for parser in nested if isinstance(parser, _Parser)))
+        return flags
 
     def refuse(self, words: Sequence[str]) -> NoReturn:
         """End the command for words that are no arguments of it."""
@@ -156,15 +156,15 @@ def _main(argv: list[str]) -> int:
     command = _command_of(argv)
     try:
         for word in ("--port", "--host"):
-            if any(each.partition("=")[0] == word for each in argv):
+            if any(argument.partition("=")[0] == word for argument in argv):
                 raise CommandError(f"there is no {word}: {_ADDRESSES}", 2)
         if command is not None:
             require_files()
         parser = build_parser([] if command is None else [command])
         if command is not None and argv[0] == command.name:
-            own = _parser_of(parser, command)
-            own.refuse_unknown(argv)
-            argv = expand_config(argv, own)
+            subparser = _parser_of(parser, command)
+            subparser.refuse_unknown(argv)
+            argv = expand_config(argv, subparser)
         args, unknown = parser.parse_known_args(argv)
         if unknown:
             getattr(args, _PARSER).refuse(unknown)
@@ -213,10 +213,10 @@ def build_parser(expanded: Collection[Command]) -> argparse.ArgumentParser:
 
 
 def _parser_of(parser: argparse.ArgumentParser, command: Command) -> _Parser:
-    (commands,) = (each for each in parser._actions if each.metavar == "COMMAND")
-    found = dict(commands.choices or {})[command.name]
-    assert isinstance(found, _Parser)
-    return found
+    (commands,) = (action for action in parser._actions if action.metavar == "COMMAND")
+    subparser = dict(commands.choices or {})[command.name]
+    assert isinstance(subparser, _Parser)
+    return subparser
 
 
 def add_completion_arguments(parser: argparse.ArgumentParser) -> None:

@@ -213,7 +213,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     given = args.model or filter(None, [args.target])
-    models = list(dict.fromkeys(each for path in given for each in models_in(path) or [path]))
+    models = list(dict.fromkeys(model for path in given for model in models_in(path) or [path]))
     if not models:
         raise CommandError(f"which model? Give a {MODEL}")
     if args.gateway_address == "none":
@@ -247,11 +247,11 @@ def _run_models(args: argparse.Namespace, models: Sequence[Path]) -> int:
     if twice := {name for name in names if names.count(name) > 1}:
         raise CommandError(f"several models have the name {min(twice)}: rename a file or folder")
     _check_options(args)
-    for model in models:
+    for path in models:
         try:
-            _fetch(model, with_drafter=not args.drafter)
+            _fetch(path, with_drafter=not args.drafter)
         except CommandError as error:
-            logger.warning("%s; it is tried again when %s is asked for", error, model)
+            logger.warning("%s; it is tried again when %s is asked for", error, path)
     memory, memory_of, show = memory_for(args, len(models))
     with TemporaryDirectory(prefix="paceline-models-") as folder:
         socket = Path(folder, "models")
@@ -266,7 +266,7 @@ def _run_models(args: argparse.Namespace, models: Sequence[Path]) -> int:
             print(
                 f"serving {', '.join(names)}: each is loaded when it is asked for, and unloaded "
                 f"after {keep:g} s without a request, or for another one: of {show(memory)} they "
-                f"take up to {', '.join(show(memory_of(each)) for each in served)}\n"
+                f"take up to {', '.join(show(memory_of(model)) for model in served)}\n"
                 f"gateway   {_url(gateway, args)}\n"
                 f"try       {_request(gateway, names[0], args, chat=True)}\nCtrl-C stops all",
                 flush=True,
@@ -350,7 +350,7 @@ def _run_model(args: argparse.Namespace, model: Path) -> int:
 
     def ready() -> None:
         note_ready()
-        spent = (f"{each.kind}: {each.phase}" for each in processes if each.phase)
+        spent = (f"{process.kind}: {process.phase}" for process in processes if process.phase)
         print(f"ready after {time.monotonic() - began:.0f} s; {'; '.join(spent)}".rstrip("; "))
         if not args.stop_with_stdin:
             print(_announcement(model_of(channel(), metadata), processes, args), flush=True)
@@ -393,11 +393,11 @@ def _check_options(args: argparse.Namespace) -> None:
             ServerOptions.from_args(_at(_shifted(args, offset), address))
             for offset, address in enumerate((args.verifier_address, args.drafter_address))
         ]
-        addresses = [(each.address, each.metrics_address) for each in servers]
+        addresses = [(server.address, server.metrics_address) for server in servers]
         if args.gateway_address != "none" and find_spec("aiohttp") is not None:
             gateway = gateway_options(_of_gateway(args))
             addresses.append((gateway.address, gateway.metrics_address))
-        for address in (each for pair in addresses for each in pair if each):
+        for address in (part for pair in addresses for part in pair if part):
             check_address(address)
         VerifierOptions(**given_options(args, VerifierOptions), threads=args.threads)
         set_torch_environment(args.threads)
@@ -416,7 +416,7 @@ def _check(args: argparse.Namespace, model: Path) -> None:
         target.config()
         for text in () if args.drafter == ["none"] else args.drafter or ():
             spec = DrafterSpec.parse(text)
-            if missing := [str(each) for each in spec.folders if not each.exists()]:
+            if missing := [str(folder) for folder in spec.folders if not folder.exists()]:
                 raise OptionsError(f"--drafter {text}: there is no {missing[0]}")
             if spec.method == "lm" and spec.folder is not None:
                 digests = {read_fit(spec.folder).tokenizer_digest, target.tokenizer_digest}
@@ -449,14 +449,14 @@ def _at(args: argparse.Namespace, address: str) -> argparse.Namespace:
 
 def _of_gateway(args: argparse.Namespace) -> argparse.Namespace:
     """The arguments of the gateway. It serves with the services' certificate if it has no own."""
-    found = _at(_shifted(args, 2), args.gateway_address)
-    found.http_tls_cert, found.http_tls_key = _gateway_tls(args)
-    return found
+    gateway_args = _at(_shifted(args, 2), args.gateway_address)
+    gateway_args.http_tls_cert, gateway_args.http_tls_key = _gateway_tls(args)
+    return gateway_args
 
 
 def _gateway_tls(args: argparse.Namespace) -> tuple[Path | None, Path | None]:
-    own = args.http_tls_cert, args.http_tls_key
-    return own if any(own) else (args.tls_cert, args.tls_key)
+    given = args.http_tls_cert, args.http_tls_key
+    return given if any(given) else (args.tls_cert, args.tls_key)
 
 
 def _announcement(
@@ -466,7 +466,7 @@ def _announcement(
 ) -> str:
     """What is served, where, and how to ask it for a first text."""
     services = model.drafter_services if model is not None else ()
-    drafters = list(dict.fromkeys(each.name for service in services for each in service.drafters))
+    drafters = list(dict.fromkeys(info.name for service in services for info in service.drafters))
     if model is not None and model.local_sources:
         drafters.append(f"local ({', '.join(model.local_sources)})")
     name = model.name if model is not None else "the model"
@@ -505,8 +505,8 @@ def _channel(address: str, args: argparse.Namespace) -> grpc.Channel:
     """A channel to the verifier, which trusts its certificate as the gateway does."""
     if args.tls_cert is None:
         return grpc.insecure_channel(address, NO_PROXY)
-    own = args.tls_client_ca is not None
-    tls = TlsOptions(args.tls_cert, *((args.tls_cert, args.tls_key) if own else (None, None)))
+    mutual = args.tls_client_ca is not None
+    tls = TlsOptions(args.tls_cert, *((args.tls_cert, args.tls_key) if mutual else (None, None)))
     options = list[tuple[str, Any]](NO_PROXY)
     if name := certified_name(address):
         options.append(("grpc.ssl_target_name_override", name))

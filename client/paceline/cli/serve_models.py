@@ -154,15 +154,15 @@ class Manager:
         """Unload models, each when its requests have ended, until there is memory for this one, or
         no other is left."""
         while model.waiting and not self._draining:
-            others = [each for each in self._models.values() if each.state != "unloaded"]
+            others = [other for other in self._models.values() if other.state != "unloaded"]
             needed = sum(map(self._memory_of, (model, *others)))
-            loaded = [each for each in others if each.state == "loaded"]
+            loaded = [other for other in others if other.state == "loaded"]
             if not others or needed <= self._memory:
                 return
             if not loaded:  # but others that are being loaded
                 await asyncio.sleep(POLL_INTERVAL)
                 continue
-            last = min(loaded, key=lambda each: (bool(each.holds), each.used))
+            last = min(loaded, key=lambda other: (bool(other.holds), other.used))
             await self._unload(last, f"{model.name} needs its memory")
 
     async def _unload(self, model: ServedModel, why: str) -> None:
@@ -207,7 +207,7 @@ class Manager:
     @property
     def running(self) -> list[ServiceProcess]:
         """The processes of models that are not unloaded."""
-        return [each.process for each in self._models.values() if each.state != "unloaded"]
+        return [model.process for model in self._models.values() if model.state != "unloaded"]
 
     def _set(self, model: ServedModel, state: State) -> None:
         logger.info("%s is %s", model.name, state)
@@ -217,8 +217,8 @@ class Manager:
     def _tell(self) -> None:
         """Tell the gateway the address and the state of each model."""
         states = {
-            each.name: (each.process.requested_address, each.state)
-            for each in self._models.values()
+            model.name: (model.process.requested_address, model.state)
+            for model in self._models.values()
         }
         for writer in self._watching:
             writer.write(f"{json.dumps(states)}\n".encode())

@@ -88,17 +88,17 @@ def drafters_for(
         where = f":{folder}" if folder is not None else ""
         return ",".join([f"{method.method}={method.method}{where}", *options])
 
-    found = sorted(_fitting(target, model), key=lambda each: -_accepted_length(each[1]))
-    trained = [described(method, folder) for method, folder in found]
+    fitting = sorted(_fitting(target, model), key=lambda pair: -_accepted_length(pair[1]))
+    trained = [described(method, folder) for method, folder in fitting]
     if _has_heads(model):
         trained.append(described(method_class("mtp"), None))
     if smaller := smaller_model(target, lora):
         return [described(method_class("lm"), smaller), "ngram=ngram"]
-    own = f"selfspec=selfspec:{target},weights=int4{adapter}"
+    selfspec = f"selfspec=selfspec:{target},weights=int4{adapter}"
     load = [*trained, "ngram=ngram"]
     recurrent = bool(model.config(weights).delta_layers)  # selfspec refuses such a target
     if not trained and on_cpu and not recurrent:
-        load.append(own)
+        load.append(selfspec)
     if recurrent:
         return load
     if on_cpu and model.weight_bytes >= _LARGE and not torch.cuda.is_available():
@@ -106,7 +106,7 @@ def drafters_for(
         if trained and weights == "auto" and stored == BLOCKS:  # or 8 bits, where these are faster
             stored = prepare(target, weights, lora, progress=packing).description.config.weights
         if (first := _FIRST[stored]) == "selfspec":
-            return [own, *trained, "ngram=ngram"]
+            return [selfspec, *trained, "ngram=ngram"]
         load.sort(key=lambda spec: not spec.startswith(f"{first}="))
     return load
 
@@ -199,8 +199,8 @@ def _smaller_bytes(path: Path, target: ModelSource) -> int:
 def models_folder() -> Path | None:
     """`models` below the working folder or of the checkout that contains this file, if any."""
     roots = (Path.cwd(), *Path(__file__).resolve().parents)
-    found = (root / "models" for root in roots if (root / "models" / "demo" / "target").is_dir())
-    return next(found, None)
+    folders = (root / "models" for root in roots if (root / "models" / "demo" / "target").is_dir())
+    return next(folders, None)
 
 
 def _accepted_length(folder: Path) -> float:
@@ -239,7 +239,7 @@ def _fitting(target: Path, model: ModelSource) -> Iterator[tuple[type[Drafter], 
 
     models = models_folder()
     groups = {
-        each.resolve(): each for each in (target.parent, *(models.iterdir() if models else ()))
+        group.resolve(): group for group in (target.parent, *(models.iterdir() if models else ()))
     }
     vocab_size = model.config().vocab_size
     for name in method_names():

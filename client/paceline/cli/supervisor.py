@@ -29,7 +29,7 @@ def forwarded(
     """Forward signals while a process runs: the first as SIGTERM, and others as SIGINT, since two
     equal ones may come as one. Whoever iterates waits between the steps."""
     count = 0
-    while running := [each for each in processes() if each.returncode is None]:
+    while running := [process for process in processes() if process.returncode is None]:
         for _ in signals[count:]:
             for process in running:
                 process.send_signal(signal.SIGINT if count else signal.SIGTERM)
@@ -109,7 +109,7 @@ class Supervisor:
             return self._supervise()
         except ProcessFailed as failure:
             # A service that refuses to start has said why.
-            said = [each.phase for each in self._processes if each.returncode == 2]
+            said = [process.phase for process in self._processes if process.returncode == 2]
             if not said:
                 logger.error("cannot serve: %s", failure)
             phases.on_change("; ".join(said) or str(failure))
@@ -129,7 +129,7 @@ class Supervisor:
             logger.debug("started: paceline %s", shlex.join((process.kind, *process.arguments)))
         with waiting(self._starting, logger.info):
             while not self._signals:
-                ready = [each.poll_ready() for each in self._processes]  # each, as any may fail
+                ready = [process.poll_ready() for process in self._processes]  # all: any may fail
                 if all(ready):
                     break
                 time.sleep(POLL_INTERVAL)
@@ -138,8 +138,12 @@ class Supervisor:
 
     def _starting(self) -> str:
         """What does not answer yet, and what it is busy with."""
-        found = [f"{each.kind} {each.phase}" for each in self._processes if not each.was_ready]
-        return f"starting: {'; '.join(found) or 'the drafter joins'}"
+        pending = [
+            f"{process.kind} {process.phase}"
+            for process in self._processes
+            if not process.was_ready
+        ]
+        return f"starting: {'; '.join(pending) or 'the drafter joins'}"
 
     def _supervise(self) -> int:
         """Restart what dies, until a signal, or until the verifier cannot be restarted."""

@@ -37,21 +37,21 @@ def run(args: argparse.Namespace) -> int:
 
 
 def timeline(rounds: Sequence[RoundStats]) -> Iterator[str]:
-    """Return lines of at most `WIDTH` columns: one a round, whose timeline is as long as its share
-    of the longest time of a step."""
-    max_ms = max(max(each.round_ms / each.steps for each in rounds), 1e-9)
+    """Yield a head, and a line of at most `WIDTH` columns for each round, whose timeline is as long
+    as its time per step, relative to the longest."""
+    max_ms = max(max(stats.round_ms / stats.steps for stats in rounds), 1e-9)
     yield f"{HEAD}{DRAFT} draft, {VERIFY} verify, {REST} rest"
     first = 1
-    for each in rounds:
-        last = first + each.steps - 1
-        number = str(first) if each.steps == 1 else f"{first}-{last}"
-        accepted = f"{each.accepted} of {each.drafted}" if each.drafted else ""
-        who = each.drafter if each.drafted else f"- {each.undrafted or 'unknown'}"
+    for stats in rounds:
+        last = first + stats.steps - 1
+        number = str(first) if stats.steps == 1 else f"{first}-{last}"
+        accepted = f"{stats.accepted} of {stats.drafted}" if stats.drafted else ""
+        who = stats.drafter if stats.drafted else f"- {stats.undrafted or 'unknown'}"
         marks, drafted, verified = (
-            round(part / each.steps / max_ms * (WIDTH - len(HEAD)))
-            for part in (each.round_ms, each.draft_ms, each.verify_ms)
+            round(part / stats.steps / max_ms * (WIDTH - len(HEAD)))
+            for part in (stats.round_ms, stats.draft_ms, stats.verify_ms)
         )
         bar = (DRAFT * drafted + VERIFY * verified)[:marks].ljust(marks, REST)
-        line = f"{number:>7} {each.round_ms:7.1f}  {accepted:>8}  {each.emitted:6}  {who[:10]:10}"
+        line = f"{number:>7} {stats.round_ms:7.1f}  {accepted:>8}  {stats.emitted:6}  {who[:10]:10}"
         yield f"{line} {bar}".rstrip()
         first = last + 1

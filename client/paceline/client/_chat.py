@@ -30,10 +30,10 @@ def checked_messages(messages: object) -> list[dict[str, Any]]:
     of mappings with a role, whose values are those of JSON."""
     expected = "a message: a mapping with the text role, and content, a text or a list of parts"
     with invalid_requests():
-        found = items("messages", messages, "a list of messages", MAX_TOKEN_IDS)
-        if not found:
+        listed = items("messages", messages, "a list of messages", MAX_TOKEN_IDS)
+        if not listed:
             raise ParameterError.unexpected("messages", "at least one message", messages)
-        for index, message in enumerate(found):
+        for index, message in enumerate(listed):
             at = f"[{index}]"
             if not isinstance(message, Mapping) or exactly(message.get("role"), str) is None:
                 raise ParameterError.unexpected("messages", expected, message, at)
@@ -41,8 +41,8 @@ def checked_messages(messages: object) -> list[dict[str, Any]]:
                 if exactly(text, str) is None:
                     raise ParameterError.unexpected("messages", expected, message, at)
                 checked("messages", text, str, "text", at=at)
-        as_json("messages", found)
-    return [dict(message) for message in found]
+        as_json("messages", listed)
+    return [dict(message) for message in listed]
 
 
 def _texts(message: Mapping[str, Any]) -> list[Any]:

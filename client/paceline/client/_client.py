@@ -115,7 +115,7 @@ class Client:
         self._state = ClientState(fleet, drafting, unread_chunks)
 
     def __repr__(self) -> str:
-        addresses = ", ".join(each.address or "a transport" for each in self.verifiers())
+        addresses = ", ".join(verifier.address or "a transport" for verifier in self.verifiers())
         return f"<{type(self).__name__} of {addresses or 'no verifier yet'}>"
 
     async def __aenter__(self) -> Client:
@@ -179,8 +179,8 @@ class Client:
         """Generate the text of a receipt again, without drafts, and compare the tokens. Raises
         PacelineError if that fails."""
         facts = (await self.model()).facts
-        if (found := not_comparable(receipt, facts, numerics_of(facts))) is not None:
-            return found
+        if (check := not_comparable(receipt, facts, numerics_of(facts))) is not None:
+            return check
         options = {**receipt.shaping(), "seed": receipt.options.key, "drafter": "none"}
         options["max_new_tokens"] = receipt.limit()
         result = await self.generate(receipt.prompt, **options)
@@ -201,7 +201,7 @@ class Client:
 
     def verifiers(self) -> tuple[VerifierStatus, ...]:
         """State of each verifier, as far as known: it is requested when generations start."""
-        return tuple(each.status() for each in self._state.fleet.verifiers.members)
+        return tuple(member.status() for member in self._state.fleet.verifiers.members)
 
     async def drafters(self) -> tuple[str, ...]:
         """Names of drafters that have joined the verifiers, the default one first, and `local`

@@ -151,7 +151,7 @@ class Conversation:
         if not rendered:
             raise refusals[0]
         lost, best = min(
-            rendered, key=lambda each: (bool(each[0].keys() - {"message"}), each[0].total())
+            rendered, key=lambda pair: (bool(pair[0].keys() - {"message"}), pair[0].total())
         )
         if lost.keys() - {"message"}:
             raise TemplateRefusal("the chat template leaves out tools or calls of functions")
@@ -231,16 +231,16 @@ class _Word(NamedTuple):
 
 
 def _lost(words: Sequence[_Word], text: str) -> Counter[_Of]:
-    """Return of what a prompt does not show the words, and of how many each. Of arguments, some
-    templates show those that the tool has."""
+    """Count the words that a prompt does not show, by what they are of. Arguments may be missing:
+    some templates show only those that the tool has."""
     quotes: dict[str, set[str]] = {}
     for shown in _SHOWN.finditer(text):
         quotes.setdefault(shown[2], set()).add(shown[1])
     return Counter(
-        each.of
-        for each in words
-        if quotes.get(each.word, set()).intersection(each.quotes)
-        or (each.word not in quotes and each.of != "argument")
+        word.of
+        for word in words
+        if quotes.get(word.word, set()).intersection(word.quotes)
+        or (word.word not in quotes and word.of != "argument")
     )
 
 
@@ -422,14 +422,14 @@ def _merged(messages: list[Message]) -> list[Message]:
 
 def _as_one(messages: list[Message]) -> Message:
     contents = [message["content"] for message in messages if message.get("content")]
-    content: Any = "\n\n".join(each for each in contents if isinstance(each, str))
-    if any(isinstance(each, list) for each in contents):
-        content = [
+    joined: Any = "\n\n".join(text for text in contents if isinstance(text, str))
+    if any(isinstance(value, list) for value in contents):
+        joined = [
             part
-            for each in contents
-            for part in (each if isinstance(each, list) else [{"type": "text", "text": each}])
+            for value in contents
+            for part in (value if isinstance(value, list) else [{"type": "text", "text": value}])
         ]
-    return {name: value for each in messages for name, value in each.items()} | {"content": content}
+    return {name: value for m in messages for name, value in m.items()} | {"content": joined}
 
 
 _STEPS: dict[Callable[[list[Message]], list[Message]], str] = {
@@ -495,7 +495,7 @@ def _one_call_each(messages: Sequence[Message]) -> list[Message]:
             if call.get("id") in results:
                 single.append(results[call["id"]])
                 moved.append(results[call["id"]])
-        if not calls and not any(message is each for each in moved):
+        if not calls and not any(message is result for result in moved):
             single.append(message)
     return single
 
@@ -628,17 +628,17 @@ def _refuse(message: str) -> NoReturn:
 @lru_cache(maxsize=1)
 def _environment() -> ImmutableSandboxedEnvironment:
     """The environment of transformers: a sandbox with its settings, tags, filters and globals."""
-    found = ImmutableSandboxedEnvironment(
+    environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
-    found.filters["tojson"] = _to_json
-    found.globals |= {
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {
         "raise_exception": _refuse,
         "strftime_now": lambda form: datetime.now().strftime(form),
         "dict": _Dict(),
         "namespace": _Namespace,
     }
-    return found
+    return environment
 
 
 def _serve(source: BinaryIO, sink: BinaryIO) -> None:

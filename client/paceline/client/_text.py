@@ -76,7 +76,7 @@ class TextCodec:
         self._tokenizer.no_padding()
         added = self._tokenizer.get_added_tokens_decoder()
         self._added = frozenset(added)
-        self._special = frozenset(token for token, found in added.items() if found.special)
+        self._special = frozenset(token_id for token_id, token in added.items() if token.special)
         self._texts: dict[int, str] = {}
         # The file itself as Python objects would take five times its size.
         state = self._tokenizer.decoder
@@ -101,7 +101,7 @@ class TextCodec:
     def _ids(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         # Unlike `encode`, this lets other threads run, and finds no offsets.
         try:
-            (found,) = self._tokenizer.encode_batch_fast(
+            (encoding,) = self._tokenizer.encode_batch_fast(
                 [text], add_special_tokens=add_special_tokens
             )
         except BaseException as error:
@@ -110,7 +110,7 @@ class TextCodec:
             raise InvalidRequestError(
                 f"the model's tokenizer fails on this prompt: {error}", metadata={"param": "prompt"}
             ) from None
-        ids: list[int] = found.ids
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, tokens: list[int]) -> str:
@@ -124,8 +124,8 @@ class TextCodec:
 
     def special_ids(self, names: Iterable[str]) -> frozenset[int]:
         """Ids of the special tokens with these names; others have none."""
-        found = (self._tokenizer.token_to_id(name) for name in names)
-        return self._special.intersection(found)
+        ids = (self._tokenizer.token_to_id(name) for name in names)
+        return self._special.intersection(ids)
 
     def added_id(self, name: str) -> int | None:
         """Id of the token with this name that was added to the vocabulary, special or not."""
@@ -346,9 +346,9 @@ def drafters_of(facts: verifier_pb2.GetModelResponse) -> list[str]:
     """Names of drafters of the services that have joined a verifier, its default one first, and
     ``local`` if it guesses by itself: first where the default one would only look up too."""
     default, names = [], list[str]()
-    for each in facts.drafter_services:
-        first = each.default_drafter
-        listed = sorted(each.drafters, key=lambda info: (info.name != first, info.name))
+    for service in facts.drafter_services:
+        first = service.default_drafter
+        listed = sorted(service.drafters, key=lambda info: (info.name != first, info.name))
         names += [info.name for info in listed]
         default += [info.method for info in listed if info.name == names[0]]
     if not facts.local_sources:
@@ -564,9 +564,9 @@ class StopMatcher:
         if not self._stops or self.matched is not None:
             return piece if self.matched is None else ""
         text = self._buffer + piece
-        found = [(start + len(s), -len(s), s) for s in self._stops if (start := text.find(s)) >= 0]
-        if found:
-            end, negative_length, self.matched = min(found)
+        ends = [(start + len(s), -len(s), s) for s in self._stops if (start := text.find(s)) >= 0]
+        if ends:
+            end, negative_length, self.matched = min(ends)
             self._buffer = ""
             return text[: end + negative_length]
         keep = undecided(text, self._stops)
@@ -580,10 +580,10 @@ class StopMatcher:
 
 
 def undecided(text: str, marks: Sequence[str]) -> int:
-    """Length of the longest end of a text that may begin a mark, and is no whole one."""
-    longest = min(len(text), max(map(len, marks), default=1) - 1)
+    """Return the length of the longest suffix of a text that begins a mark and is shorter."""
+    limit = min(len(text), max(map(len, marks), default=1) - 1)
     return next(
-        (n for n in range(longest, 0, -1) if any(mark.startswith(text[-n:]) for mark in marks)), 0
+        (n for n in range(limit, 0, -1) if any(mark.startswith(text[-n:]) for mark in marks)), 0
     )
 
 
