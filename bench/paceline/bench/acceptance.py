@@ -67,19 +67,19 @@ def run(args: argparse.Namespace) -> int:
     [weights] = args.weights
     target = load_decoder(source, weights)
     drafters = dict(load_drafters(args.drafter, models.target))
-    layers = {n for each in drafters.values() for n in each.needs.hidden_state_layers}
+    layers = {n for drafter in drafters.values() for n in drafter.needs.hidden_state_layers}
     results = Results("acceptance", args.output, models.target, tokens=args.tokens)
     specs = map(DrafterSpec.parse, args.drafter)
-    results.uses({each.name: f"{each.method}:{each.folder or ''}" for each in specs})
+    results.uses({spec.name: f"{spec.method}:{spec.folder or ''}" for spec in specs})
     for category, heat in ((c, t) for c in prompts for t in args.temperature):
-        found = {name: Acceptance() for name in drafters}
+        counts = {name: Acceptance() for name in drafters}
         texts = prompts[category][: args.count]
         title = f"{category}, T = {heat:g}, {weights}"
         for number, prompt in enumerate(track(texts, title, console=console)):
             answer = write_answer(target, source, prompt.ids, args.tokens, heat, number + 1, layers)
             for name, drafter in drafters.items():
-                _measure(drafter, answer, found[name])
-        entries = {name: each.entry() for name, each in found.items() if each.rounds}
+                _measure(drafter, answer, counts[name])
+        entries = {name: count.entry() for name, count in counts.items() if count.rounds}
         results.add(title, {"prompts": len(texts), "drafters": entries})
         console.print(_table(title, entries))
     console.print(f"written to {results.file}")
@@ -116,14 +116,14 @@ def write_answer(
 
 
 @torch.inference_mode()
-def _measure(drafter: Drafter, answer: TargetRecording, found: Acceptance) -> None:
+def _measure(drafter: Drafter, answer: TargetRecording, acceptance: Acceptance) -> None:
     drafted = drafter.drafted_tokens
     known = None if drafted is None else frozenset(drafted.tolist())
     for tree, after in rounds(drafter, answer):
         accepted = accepted_tokens(tree, after)
-        found.rounds[accepted] += 1
+        acceptance.rounds[accepted] += 1
         if known is not None and accepted < len(after):
-            found.outside += after[accepted] not in known
+            acceptance.outside += after[accepted] not in known
 
 
 def _table(title: str, entries: Mapping[str, dict[str, Any]]) -> Table:

@@ -47,9 +47,9 @@ def run(args: argparse.Namespace) -> int:
     drafters = {"lm": f"lm:{args.drafter}"} if args.drafter else {}
     results.uses(drafters)
     with services(args.target, drafters, args.weights) as pair:
-        found = asyncio.run(_ask(pair.client(), _questions()[:: args.every]))
-    count = len(found)
-    shares = {name: sum(each[name] for each in found) / count for name in found[0]}
+        answers = asyncio.run(_ask(pair.client(), _questions()[:: args.every]))
+    count = len(answers)
+    shares = {name: sum(answer[name] for answer in answers) / count for name in answers[0]}
     results.add("tools_10", {"prompts": count, "temperature": 0, "figures": shares})
     print(json.dumps(shares))
     return 0
@@ -72,7 +72,7 @@ def _tools() -> dict[str, dict[str, Any]]:
 async def _ask(client: Client, questions: list[tuple[str, str]]) -> list[dict[str, bool]]:
     """Whether the answer to each question is valid calls, and a call of the tool that it needs."""
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    stop, found = asyncio.Event(), list[dict[str, bool]]()
+    stop, answers = asyncio.Event(), list[dict[str, bool]]()
     tools = [
         {"type": "function", "function": {"name": name, "parameters": parameters}}
         for name, parameters in _tools().items()
@@ -95,11 +95,11 @@ async def _ask(client: Client, questions: list[tuple[str, str]]) -> list[dict[st
                         continue
                     choice = json.loads(line[6:])["choices"][0]
                     rounds = choice.get("rounds", ())
-                    text += "".join(piece for each in rounds for piece in each["pieces"])
+                    text += "".join(piece for entry in rounds for piece in entry["pieces"])
                     calls += choice["delta"].get("tool_calls", ())
             read = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
-            by_tags = [_call_of(each) for each in _TAGS.findall(text)]
-            found.append(
+            by_tags = [_call_of(block) for block in _TAGS.findall(text)]
+            answers.append(
                 {
                     "valid_by_tags": _are_valid(by_tags),
                     "valid": _are_valid(read),
@@ -108,7 +108,7 @@ async def _ask(client: Client, questions: list[tuple[str, str]]) -> list[dict[st
                 }
             )
         stop.set()
-    return found
+    return answers
 
 
 def _call_of(text: str) -> tuple[str, str]:

@@ -228,7 +228,7 @@ def _names(text: str) -> list[str]:
 
 
 def _numbers(text: str) -> list[int]:
-    return [int(each) for each in text.split(",")]
+    return [int(part) for part in text.split(",")]
 
 
 def _check_options(args: argparse.Namespace) -> None:
@@ -239,8 +239,8 @@ def _check_options(args: argparse.Namespace) -> None:
     if command == "replay" and args.traces:
         refuse_options(args, "on files that are recorded already", but=("users", "output"))
     elif command == "papers":
-        own = _OF_EXPERIMENTS[args.experiment]
-        refuse_options(args, f"on {args.experiment}", but=(*_OF_ALL_EXPERIMENTS, *own))
+        options = _OF_EXPERIMENTS[args.experiment]
+        refuse_options(args, f"on {args.experiment}", but=(*_OF_ALL_EXPERIMENTS, *options))
     elif command == "step":
         _check_step(args)
     for needed, names in _PARTS.items():

@@ -21,5 +21,5 @@ class Models:
     @property
     def prompts(self) -> Path:
         """The folder's own prompts, or those of the demo."""
-        own = self.folder / "prompts"
-        return own if own.is_dir() else Path("models/demo/prompts")
+        prompts = self.folder / "prompts"
+        return prompts if prompts.is_dir() else Path("models/demo/prompts")

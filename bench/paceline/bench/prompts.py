@@ -54,7 +54,7 @@ def read(files: list[Path], source: ModelSource, tokens: int) -> dict[str, list[
     """
     room = source.config().max_position - tokens
     return {
-        file.stem: [each for each in chat_prompts(file, source) if len(each.ids) <= room]
+        file.stem: [prompt for prompt in chat_prompts(file, source) if len(prompt.ids) <= room]
         for file in files
     }
 
@@ -106,22 +106,22 @@ def _schema(fields: dict[str, Any]) -> str:
 
 def tokenizer(target: Path) -> Tokenizer:
     """The target's tokenizer. Raises ``ValueError`` if the target has none."""
-    found = open_model(target).tokenizer
-    if found is None:
+    content = open_model(target).tokenizer
+    if content is None:
         raise ValueError(f"{target} has no tokenizer: give a model with one")
-    return Tokenizer.from_buffer(found)
+    return Tokenizer.from_buffer(content)
 
 
 def encode(prompts: Sequence[str | list[int]], target: Path) -> list[list[int]]:
     """Token ids of texts; token ids stay as they are."""
     encoder = tokenizer(target)
-    return [each if isinstance(each, list) else encoder.encode(each).ids for each in prompts]
+    return [text if isinstance(text, list) else encoder.encode(text).ids for text in prompts]
 
 
 def demo_prompts(folder: Path, target: Path) -> list[list[int]]:
     """Beginnings of files that the demo target was not trained on, then of some that it was."""
     files = (folder / f"{name}.jsonl" for name in ("heldout", "trained"))
-    return encode([each for file in files for each in read_prompts(file)], target)
+    return encode([text for file in files for text in read_prompts(file)], target)
 
 
 def needle_prompts(texts: Sequence[list[int]], target: Path) -> list[list[int]]:
@@ -135,7 +135,7 @@ def needle_prompts(texts: Sequence[list[int]], target: Path) -> list[list[int]]:
 
     Raises ``ValueError`` if a text is too short.
     """
-    found = []
+    prompts = []
     for seed, text in enumerate(texts):
         draw = Random(seed)
         names = draw.sample(_NAMES, len(_NAMES))
@@ -146,5 +146,5 @@ def needle_prompts(texts: Sequence[list[int]], target: Path) -> list[list[int]]:
         room = len(text) - len(needle) - len(again)
         if room < len(needle):
             raise ValueError(f"a text has {len(text)} tokens, expected at least {3 * len(needle)}")
-        found.append([*text[: room // 8], *needle, *text[room // 8 : room], *again])
-    return found
+        prompts.append([*text[: room // 8], *needle, *text[room // 8 : room], *again])
+    return prompts

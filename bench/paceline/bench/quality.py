@@ -47,7 +47,7 @@ def held_out(target: Path, windows: int) -> Tensor:
     checkout and the standard library have less text."""
     prose = [file for pattern in _PROSE for file in sorted(Path().glob(pattern))]
     code = sorted(Path(statistics.__file__).parent.glob("*.py"))
-    encode, found = tokenizer(target).encode, []
+    encode, tokens = tokenizer(target).encode, []
     for files, count in ((prose, windows // 2), (code, windows - windows // 2)):
         ids: list[int] = []
         for file in files:
@@ -58,21 +58,21 @@ def held_out(target: Path, windows: int) -> Tensor:
                 f"{len(files)} files have {len(ids)} tokens, expected {count * WINDOW}: run in a "
                 "source checkout, or take fewer --windows"
             )
-        found += ids[: count * WINDOW]
-    return torch.tensor(found).view(windows, WINDOW)
+        tokens += ids[: count * WINDOW]
+    return torch.tensor(tokens).view(windows, WINDOW)
 
 
 def predictions(decoder: Decoder, window: Tensor) -> Tensor:
     """Log-probabilities ``[WINDOW / 2 - 1, V]`` of the tokens after the middle, float32."""
-    cache, found = LocalCache(decoder.config), []
+    cache, logprobs = LocalCache(decoder.config), []
     for start in range(0, len(window), CHUNK):
         rows = min(CHUNK, len(window) - start)
         cache.reserve(rows)
         plan = plan_trees([QueryBlock(0, start, None, rows)])
         logits = decoder.forward(window[start : start + rows], plan, [cache], logit_rows=None)
         cache.commit(range(rows))
-        found.append(logits.logits.float().log_softmax(dim=-1))
-    return torch.cat(found)[len(window) // 2 : -1]
+        logprobs.append(logits.logits.float().log_softmax(dim=-1))
+    return torch.cat(logprobs)[len(window) // 2 : -1]
 
 
 def compare(base: Sequence[Tensor], other: Decoder, text: Tensor) -> dict[str, float]:
@@ -83,12 +83,12 @@ def compare(base: Sequence[Tensor], other: Decoder, text: Tensor) -> dict[str, f
     """
     divergences, losses, base_losses, same = [], [], [], []
     for right, window in zip(base, text, strict=True):
-        found = predictions(other, window)
+        logprobs = predictions(other, window)
         chosen = window[len(window) // 2 + 1 :, None]
-        divergences.append((right.exp() * (right - found)).sum(dim=-1))
-        losses.append(-found.gather(1, chosen))
+        divergences.append((right.exp() * (right - logprobs)).sum(dim=-1))
+        losses.append(-logprobs.gather(1, chosen))
         base_losses.append(-right.gather(1, chosen))
-        same.append(right.argmax(dim=-1) == found.argmax(dim=-1))
+        same.append(right.argmax(dim=-1) == logprobs.argmax(dim=-1))
     return {
         "kl_divergence": float(torch.cat(divergences).mean()),
         "perplexity": math.exp(float(torch.cat(losses).mean())),
@@ -100,7 +100,7 @@ def compare(base: Sequence[Tensor], other: Decoder, text: Tensor) -> dict[str, f
 def llama_cpp(program: str, models: Sequence[Path], text: str, windows: int) -> dict[str, Any]:
     """The same of GGUF files by ``llama-perplexity``, against the first of them. Raises
     ``ValueError`` if it printed no figures."""
-    found = {}
+    rows = {}
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
         file, base = Path(folder, "text"), str(Path(folder, "base"))
         file.write_text(2 * text, encoding="utf-8")  # another tokenizer may find fewer tokens
@@ -112,14 +112,14 @@ def llama_cpp(program: str, models: Sequence[Path], text: str, windows: int) -> 
             done = subprocess.run(command, capture_output=True, text=True, check=True)
             if not first:
                 output = done.stdout + done.stderr
-                figures = {key: re.findall(each, output) for key, each in _FIGURES.items()}
+                figures = {key: re.findall(pattern, output) for key, pattern in _FIGURES.items()}
                 if not all(figures.values()):
                     raise ValueError(f"{program} measured nothing: {output[-500:]}")
-                found[f"llama.cpp {model.stem}"] = {
+                rows[f"llama.cpp {model.stem}"] = {
                     key: float(values[-1]) / (100 if key == "same_top" else 1)
                     for key, values in figures.items()
                 }
-    return found
+    return rows
 
 
 def run(args: argparse.Namespace) -> int:
@@ -137,19 +137,19 @@ def run(args: argparse.Namespace) -> int:
         },
         **{file.stem: partial(load_decoder, file) for file in args.gguf},
     }
-    found: dict[str, dict[str, float]] = {}
+    rows: dict[str, dict[str, float]] = {}
     for name, load in others.items():
-        found[f"paceline {name}"] = compare(base, load(), text)
+        rows[f"paceline {name}"] = compare(base, load(), text)
         console.log(f"{name} is measured")
     program = args.llama_perplexity or shutil.which("llama-perplexity")
     if program and args.llama_model:
         plain = tokenizer(target).decode(text.flatten().tolist(), skip_special_tokens=False)
-        found |= llama_cpp(program, args.llama_model, plain, args.windows)
+        rows |= llama_cpp(program, args.llama_model, plain, args.windows)
     table = Table("", *(key.replace("_", " ") for key in _FIGURES), title=target.name)
-    for name, figures in found.items():
+    for name, figures in rows.items():
         table.add_row(name, *(f"{figures[key]:.4f}" for key in _FIGURES))
     console.print(table)
     results = Results("quality", args.output, target, windows=args.windows)
-    results.add(args.label or target.name, {"against": "bfloat16", "rows": found})
+    results.add(args.label or target.name, {"against": "bfloat16", "rows": rows})
     console.print(f"written to {results.file}")
     return 0

@@ -52,7 +52,7 @@ def describe() -> dict[str, object]:
         "isa": sorted({"avx2", "avx512f", "avx512_vnni", "avx_vnni", "amx_tile"} & set(flags)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "python": platform.python_version(),
-        "packages": {name: found for name in PACKAGES if (found := _installed(name))},
+        "packages": {name: version for name in PACKAGES if (version := _installed(name))},
     }
 
 
@@ -97,8 +97,8 @@ class Results:
         folders = {
             name: DrafterSpec.parse(f"drafter={spec}").folder for name, spec in drafters.items()
         }
-        found = {name: digest(folder) for name, folder in folders.items() if folder is not None}
-        self._digests = {**self._digests, **found}
+        digests = {name: digest(folder) for name, folder in folders.items() if folder is not None}
+        self._digests = {**self._digests, **digests}
 
     def add(self, name: str, entry: dict[str, Any]) -> None:
         """Add or replace an entry, with what measured it, and replace the file."""
@@ -131,11 +131,11 @@ def commit() -> str | None:
     """The commit of the code, with `-dirty` where code differs from it; None outside of git."""
     git = ["git", "-C", str(Path(__file__).parents[3])]
     try:
-        found = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, check=True)
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
     same = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", *_CODE], check=False)
-    return found.stdout.decode().strip() + ("-dirty" if same.returncode else "")
+    return head.stdout.decode().strip() + ("-dirty" if same.returncode else "")
 
 
 def _lines(value: Any, indent: int = 1) -> str:
@@ -143,12 +143,12 @@ def _lines(value: Any, indent: int = 1) -> str:
     if not isinstance(value, dict | list):
         return json.dumps(value)
     values = list(value.values()) if isinstance(value, dict) else value
-    if not any(isinstance(each, dict | list) for each in values):
+    if not any(isinstance(item, dict | list) for item in values):
         return json.dumps(value)
     begin, end = "{}" if isinstance(value, dict) else "[]"
     keys = [f"{json.dumps(key)}: " if begin == "{" else "" for key in value]
     lines = [
-        " " * indent + key + _lines(each, indent + 1)
-        for key, each in zip(keys, values, strict=True)
+        " " * indent + key + _lines(item, indent + 1)
+        for key, item in zip(keys, values, strict=True)
     ]
     return "\n".join([begin, ",\n".join(lines), " " * (indent - 1) + end])

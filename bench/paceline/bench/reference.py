@@ -58,13 +58,13 @@ def write(plane: Plane, start: int, rows: Tensor) -> None:
 
 def rotate(x: Tensor, size: int) -> Tensor:
     """Hadamard transforms, not normalised, of blocks of ``size`` columns: float32 ``[rows, n]``."""
-    found: Tensor = x.unflatten(1, (-1, size))
+    rotated: Tensor = x.unflatten(1, (-1, size))
     step = 1
     while step < size:
-        low, high = found.unflatten(2, (-1, 2, step)).unbind(3)
-        found = torch.stack([low + high, low - high], 3).flatten(2)
+        low, high = rotated.unflatten(2, (-1, 2, step)).unbind(3)
+        rotated = torch.stack([low + high, low - high], 3).flatten(2)
         step *= 2
-    return found.flatten(1)
+    return rotated.flatten(1)
 
 
 def rotated_rows(matrix: RotatedMatrix, indices: Tensor) -> Tensor:
@@ -184,8 +184,8 @@ class ReferenceKernels:
         self, x: Tensor, weights: Tensor, bias: Tensor | None, chosen: Tensor
     ) -> Tensor:
         """Multiply each row by the matrix of its expert."""
-        found = torch.bmm(weights[chosen], x.unsqueeze(2))[:, :, 0]
-        return found if bias is None else found + bias[chosen]
+        product = torch.bmm(weights[chosen], x.unsqueeze(2))[:, :, 0]
+        return product if bias is None else product + bias[chosen]
 
     def perturb(
         self,
@@ -203,8 +203,8 @@ class ReferenceKernels:
         which, places = np.divmod(chances[0], scores.shape[1])
         probabilities = chances[1].astype(np.int32).view(np.float32)
         for draft, (row, token, seed, position, _) in enumerate(drafts.tolist()):
-            own = which == draft
-            proposal = Proposal(places[own], probabilities[own])
+            mask = which == draft
+            proposal = Proposal(places[mask], probabilities[mask])
             key = seed % (1 << 64)
             tokens[row] = resampled(scores[row].cpu(), key, position, token, proposal)
 

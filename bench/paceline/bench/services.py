@@ -110,14 +110,14 @@ def first_cores(count: int) -> list[int]:
 
 def kv_segments(*pids: int) -> list[str]:
     """The descriptors of KV segments that processes have open or mapped, as files in /proc."""
-    found = []
+    segments = []
     for pid in pids:
         with suppress(FileNotFoundError):  # it has ended
             for file in Path(f"/proc/{pid}/fd").iterdir():
                 with suppress(FileNotFoundError):
                     if os.readlink(file).startswith(f"/memfd:{NAME}"):
-                        found.append(str(file))
-    return found
+                        segments.append(str(file))
+    return segments
 
 
 def anonymous_bytes(pid: int) -> int:

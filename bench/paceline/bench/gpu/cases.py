@@ -98,13 +98,13 @@ class Pages:
 
     def __init__(self, config: DecoderConfig, device: torch.device, *slots: int) -> None:
         """Allocate this many positions for each sequence, rounded up to pages."""
-        counts = [-(-each // PAGE) for each in slots]
+        counts = [-(-count // PAGE) for count in slots]
         shape = (sum(counts), config.layers, 2, config.kv_heads, PAGE, config.head_dim)
         self.pool = torch.full(shape, torch.nan, dtype=config.dtype, device=device)
         tables = torch.zeros(len(counts), max(counts), dtype=torch.int32)
         pages = torch.randperm(sum(counts)).int().split(counts)
-        for row, own in enumerate(pages):
-            tables[row, : len(own)] = own
+        for row, table in enumerate(pages):
+            tables[row, : len(table)] = table
         self._tables = tables.to(device)
         self._row = 0
 
@@ -127,11 +127,11 @@ def report(name: str, value: Any) -> None:
     print(json.dumps({name: value}), flush=True)
 
 
-def missed_targets(found: Mapping[str, Mapping[str, Any]], targets: Targets) -> list[str]:
+def missed_targets(figures: Mapping[str, Mapping[str, Any]], targets: Targets) -> list[str]:
     """What figures miss, in words: a figure is larger than its target, or there is none."""
     missed = []
     for (name, part), limit in targets.items():
-        figure = found.get(name, {}).get(part)
+        figure = figures.get(name, {}).get(part)
         if figure is None:
             missed.append(f"{name}: {part} has no figure")
         elif not figure <= limit:  # NaN misses too

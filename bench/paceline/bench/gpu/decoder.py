@@ -59,10 +59,10 @@ def step(device: torch.device) -> None:
         contexts = dict.fromkeys(("float32", "int8"), (300,))
     bandwidth = copy_bandwidth(device)
     report("copy_gb_s", bandwidth)
-    found: dict[str, dict[str, Any]] = {}
+    figures: dict[str, dict[str, Any]] = {}
     for weights, behind in contexts.items():
-        found |= measure(replace(config, weights=weights), behind, device, bandwidth)
-    fail_if_missed(missed_targets(found, TARGETS), device)
+        figures |= measure(replace(config, weights=weights), behind, device, bandwidth)
+    fail_if_missed(missed_targets(figures, TARGETS), device)
 
 
 def measure(
@@ -88,7 +88,7 @@ def measure(
     weight_bytes = sum(layer) * config.layers + head
     weight_bytes *= 1 if config.weights == "int8" else config.dtype.itemsize
     report(f"{config.weights}, weight_bytes", weight_bytes)
-    found: dict[str, dict[str, Any]] = {}
+    by_case: dict[str, dict[str, Any]] = {}
     for context in contexts:
         # A copy reads and writes; reading alone reaches the same rate.
         bound = (weight_bytes + context * config.kv_bytes_per_token) / bandwidth / 1e6
@@ -103,10 +103,10 @@ def measure(
         if fast:
             figures["step_over_fast"] = by_nodes["1"] / fast[context]
         name = f"{config.weights}, context {context}"
-        found[name] = figures | _others(decoder, context, by_nodes["16"])
-        report(name, found[name])
+        by_case[name] = figures | _others(decoder, context, by_nodes["16"])
+        report(name, by_case[name])
         gc.collect()  # graphs and the pages that they read refer to one another
-    return found
+    return by_case
 
 
 @torch.inference_mode()
@@ -133,7 +133,7 @@ def _others(decoder: Decoder, context: int, ms_of_16: float) -> dict[str, float]
     pages = Pages(config, device, context + 256)
     pages.pool.normal_()
     graphs = GraphRunner(decoder, pages)
-    found: dict[str, float] = {}
+    figures: dict[str, float] = {}
     if device.type == "cuda":
         scores = torch.empty(config.layers, 2, config.kv_heads, context, device=device)
         chain = [QueryBlock(0, context, None, 16)]
@@ -141,14 +141,14 @@ def _others(decoder: Decoder, context: int, ms_of_16: float) -> dict[str, float]
         probed = [ProbedBlock(0, (0, 15), scores)]
         note = partial(graphs.forward, list(range(16)), chain, [0], (), layers, probed)
         assert note() is not None, "there is no graph that records scores"
-        found["16_nodes_with_scores_over_without"] = median_ms(note, device) / ms_of_16
+        figures["16_nodes_with_scores_over_without"] = median_ms(note, device) / ms_of_16
 
     def eager() -> None:
         plan = plan_trees([QueryBlock(0, context, None, 1)], device=device)
         token = torch.zeros(1, dtype=torch.int64, device=device)
         decoder.forward(token, plan, [pages], logit_rows=None)
 
-    return {**found, "ms_without_graph": median_ms(eager, device)}
+    return {**figures, "ms_without_graph": median_ms(eager, device)}
 
 
 def comb(levels: int, width: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -189,9 +189,9 @@ class Comparison:
         ]
         return torch.cat(parts)
 
-    def _differing(self, found: Tensor, wanted: Tensor | None = None) -> int:
-        wanted = self._plain[: len(found)] if wanted is None else wanted
-        return int((found != wanted).any(1).sum())
+    def _differing(self, logits: Tensor, wanted: Tensor | None = None) -> int:
+        wanted = self._plain[: len(logits)] if wanted is None else wanted
+        return int((logits != wanted).any(1).sum())
 
     def again(self) -> int:
         return self._differing(self._alone())
@@ -226,8 +226,8 @@ class Comparison:
         tokens = [(13 * node + 5) % self._vocab for node in range(len(parents))]
         for node, token in zip(path, self._tokens, strict=False):
             tokens[node] = token
-        found = self._run(tokens, [QueryBlock(0, self._context, parents, len(parents))])
-        differing = self._differing(found[list(path)])
+        logits = self._run(tokens, [QueryBlock(0, self._context, parents, len(parents))])
+        differing = self._differing(logits[list(path)])
         self._alone()  # the slots of the tree get the KV of plain decoding again
         return differing
 
@@ -238,15 +238,15 @@ class Comparison:
     def cuts(self) -> int:
         """Run one prompt in two sequences, cut at different places, and one step behind each."""
         prompt = [(3 * index + 1) % self._vocab for index in range(min(self._context, 1200))]
-        found = []
+        runs = []
         for row, cuts in ((1, (512,)), (2, (100, 356, 700))):
             start = 0
             for stop in (*(cut for cut in cuts if cut < len(prompt)), len(prompt)):
                 last = self._eager(prompt[start:stop], start, row)[-1:]
                 start = stop
             step = self._run([self._tokens[0]], [QueryBlock(row, len(prompt), None, 1)])
-            found.append(torch.cat([last, step]))
-        return self._differing(*found)
+            runs.append(torch.cat([last, step]))
+        return self._differing(*runs)
 
     def _eager(self, tokens: Sequence[int], start: int, row: int) -> Tensor:
         device = self._decoder.device
@@ -287,9 +287,9 @@ def check(config: DecoderConfig, contexts: Sequence[int], device: torch.device) 
     differing = 0
     for context in contexts:
         with torch.inference_mode():
-            found = compare(decoder, context)
-        report(f"{config.weights}, rows that differ behind {context} tokens", found)
-        differing += sum(found.values())
+            rows = compare(decoder, context)
+        report(f"{config.weights}, rows that differ behind {context} tokens", rows)
+        differing += sum(rows.values())
         gc.collect()  # graphs and the pages that they read refer to one another
     return differing
 

@@ -164,12 +164,12 @@ def measure(drafter: Any, count: int, config: DecoderConfig) -> dict[str, Any]:
         for sequence, reader in zip(sequences, readers, strict=True):
             reader.length += NEW
             sequence.extend(Update(draws.integers(0, config.vocab_size // 2, NEW).tolist()))
-    found: dict[str, Any] = {"draft_ms": round(median(times[WARM:]), 3)}
+    figures: dict[str, Any] = {"draft_ms": round(median(times[WARM:]), 3)}
     if device.type == "cuda":
-        found |= parts(drafter, count)
+        figures |= parts(drafter, count)
     for sequence in sequences:
         sequence.close()
-    return found
+    return figures
 
 
 def parts(drafter: Any, sequences: int) -> dict[str, Any]:
@@ -190,9 +190,9 @@ def parts(drafter: Any, sequences: int) -> dict[str, Any]:
             graph.run()
         torch.cuda.synchronize()
     kernels = [
-        (each.self_device_time_total / 4, each.count / 4, each.key)
-        for each in profiled.key_averages()
-        if each.self_device_time_total > 0
+        (kernel.self_device_time_total / 4, kernel.count / 4, kernel.key)
+        for kernel in profiled.key_averages()
+        if kernel.self_device_time_total > 0
     ]
     return {
         "replay_ms": round(median(times), 3),

@@ -172,7 +172,7 @@ def write_target(folder: Path, config: DecoderConfig, device: torch.device, seed
         file = f"model-{part}.safetensors"
         index |= dict.fromkeys(tensors, file)
         save_file(
-            {name: each.to("cpu", config.dtype).contiguous() for name, each in tensors.items()},
+            {name: tensor.to("cpu", config.dtype).contiguous() for name, tensor in tensors.items()},
             folder / file,
             metadata={"format": "pt"},
         )
@@ -279,7 +279,7 @@ async def measure(
     seconds = max(r.stats.total_ms - r.stats.first_token_ms for r in results) / 1e3
     drafted = 1.0 if drafter == "none" else USUAL_ROUND
     return texts, {
-        **{f"{part}_us": round(median(each) * 1e3, 1) for part, each in times.items()},
+        **{f"{part}_us": round(median(values) * 1e3, 1) for part, values in times.items()},
         f"tokens_a_second_at_{drafted:g}_a_round": round(
             sequences * drafted / median(times["round"]) * 1e3, 1
         ),
@@ -312,7 +312,7 @@ async def measure_all(
         for sequences, drafters in drafters_by_sequences(config, names).items()
         for name in drafters
     ]
-    found: dict[str, dict[str, float]] = {}
+    by_case: dict[str, dict[str, float]] = {}
     left_out: list[str] = []
     texts: dict[tuple[str, int], list[list[int]]] = {}
     async with Client(address, drafting=ALWAYS) as client:
@@ -328,11 +328,11 @@ async def measure_all(
                 raise AssertionError(f"{case}: the texts are not those without drafts")
             if not figures["rounds"]:
                 left_out.append(f"{case}: no round had a draft")
-            elif plain := found.get(f"{sequences} x none, {label}"):
+            elif plain := by_case.get(f"{sequences} x none, {label}"):
                 figures["round_over_plain"] = round(figures["round_us"] / plain["round_us"], 3)
-            found[case] = figures
+            by_case[case] = figures
             report(case, figures)
-    return found, left_out
+    return by_case, left_out
 
 
 def transformers_rate(target: Path, device: torch.device, config: DecoderConfig) -> float:
@@ -393,17 +393,17 @@ def rounds(device: torch.device) -> None:
                 report("seconds_to_start", {"verifier": ready - began, "drafter": joined - ready})
                 ends = joined + SECONDS
                 names = list(specs)
-                found, left_out = asyncio.run(measure_all(verifier.address, names, config, ends))
+                by_case, left_out = asyncio.run(measure_all(verifier.address, names, config, ends))
         began = time.monotonic()
         with ServiceProcess("verifier", given, ready_seconds=START_SECONDS):
-            found[WARM] = {"verifier": time.monotonic() - began}
-        report(WARM, found[WARM])
+            by_case[WARM] = {"verifier": time.monotonic() - began}
+        report(WARM, by_case[WARM])
         if find_spec("transformers") is None:
             left_out.append("transformers: it is not installed")
         else:
             report("transformers", {"ms_a_token": transformers_rate(target, device, config)})
     report("left_out", left_out)
-    fail_if_missed([*left_out, *missed_targets(found, TARGETS)], device)
+    fail_if_missed([*left_out, *missed_targets(by_case, TARGETS)], device)
 
 
 def seconds_to_start(device: str, kernels: str) -> dict[str, float]:
@@ -422,7 +422,7 @@ def seconds_to_start(device: str, kernels: str) -> dict[str, float]:
         ):
             ended = time.monotonic()
     seconds = {"verifier": ready - began, "drafter": ended - ready, "both": ended - began}
-    return {name: round(each, 1) for name, each in seconds.items()}
+    return {name: round(value, 1) for name, value in seconds.items()}
 
 
 def start(device: torch.device) -> None:
@@ -484,8 +484,8 @@ async def compare(verifier: str, weights: str, count: int, tokens: int) -> list[
         ]
         for name, at_once in ways:
             some = texts[: ALONE if at_once == 1 else count]
-            found, emitted = await write(client, name, some, at_once, tokens)
-            pairs = list(zip(right, found, strict=False))
+            written, emitted = await write(client, name, some, at_once, tokens)
+            pairs = list(zip(right, written, strict=False))
             firsts = [
                 next(at for at, (a, b) in enumerate(zip(*pair, strict=False)) if a != b)
                 for pair in pairs

@@ -86,7 +86,7 @@ async def record(
     Returns the traces of each drafter. A text of which a mode emitted other tokens is an error.
     Raises ``RuntimeError`` if texts differ.
     """
-    sources = [each for each in drafters.get(LOCAL.name, "").split(",") if each]
+    sources = [source for source in drafters.get(LOCAL.name, "").split(",") if source]
     service = build_service(
         target, weights=weights, device="cpu", sources=sources, node_budget=nodes
     )
@@ -95,10 +95,10 @@ async def record(
     engine._scheduler = recorder
     loads = {name: spec for name, spec in drafters.items() if name != LOCAL.name}
     async with serving(service, loads) as (address, _), Client(address, drafting=ALWAYS) as client:
-        found: dict[str, list[Text]] = {drafter: [] for drafter in (NONE, *drafters)}
+        by_drafter: dict[str, list[Text]] = {drafter: [] for drafter in (NONE, *drafters)}
         for place, (category, prompt) in enumerate([("", prompts[0][1]), *prompts]):
             texts = []
-            for drafter in found:
+            for drafter in by_drafter:
                 recorder.texts.clear()
                 result = await client.generate(
                     prompt.ids,
@@ -112,8 +112,8 @@ async def record(
                 texts.append(result.token_ids)
                 if place and recorder.texts:
                     [rounds] = recorder.texts.values()
-                    found[drafter].append(Text(category, len(prompt.ids), rounds))
+                    by_drafter[drafter].append(Text(category, len(prompt.ids), rounds))
             if any(text != texts[0] for text in texts):
                 raise RuntimeError(f"the texts of prompt {place} differ between the modes")
     table = asdict(recorder.costs.profiled)
-    return [Traces(name, table, found[NONE], found[name]) for name in drafters]
+    return [Traces(name, table, by_drafter[NONE], by_drafter[name]) for name in drafters]

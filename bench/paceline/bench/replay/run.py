@@ -43,16 +43,16 @@ def run(args: argparse.Namespace) -> int:
         ]
         wanted = {LOCAL.name: args.sources}
         given = args.drafter or drafters_for(models.target, "cpu", weights)
-        wanted |= dict(each.split("=", 1) for each in given)
+        wanted |= dict(spec.split("=", 1) for spec in given)
         for heat in args.temperature:
             recorded = uvloop.run(
                 record(models.target, weights, wanted, chosen, args.tokens, heat, args.nodes)
             )
-            for each in recorded:
+            for traces in recorded:
                 label = args.label or "135m"
-                name = f"{describe()['kind']}-{label}-{weights}-t{heat:g}-{each.drafter}.json.gz"
+                name = f"{describe()['kind']}-{label}-{weights}-t{heat:g}-{traces.drafter}.json.gz"
                 files.append(args.folder / name)
-                each.save(files[-1])
+                traces.save(files[-1])
                 console.log(f"recorded {files[-1]}")
     results = Results("replay", args.output)
     results.uses({file.name: f"traces:{file}" for file in files})
@@ -64,10 +64,10 @@ def run(args: argparse.Namespace) -> int:
         table.add_column(column, justify="left" if column in ("traces", "texts") else "right")
     for file in files:
         for users in args.users:
-            for category, found in judge(Traces.load(file), users).items():
+            for category, ratios in judge(Traces.load(file), users).items():
                 name = file.name.removesuffix(".json.gz")
-                results.add(f"{name}, {category}, users {users}", found)
-                cells = [f"{value:.2f}" for value in found.values()]
+                results.add(f"{name}, {category}, users {users}", ratios)
+                cells = [f"{value:.2f}" for value in ratios.values()]
                 table.add_row(name, category, str(users), *cells)
     console.print(table)
     console.print(f"written to {results.file}")
@@ -92,17 +92,17 @@ def judge(traces: Traces, users: int) -> dict[str, dict[str, float]]:
         for number, (_, spent) in Simulation(Replay(traces, order), users, mode).run().items():
             seconds[order[number - 1]] += spent
         took[mode] = seconds
-    found = {}
+    by_category = {}
     for category, members in _by_category(traces, users):
         plain, always, scheduled = (sum(took[mode][text] for text in members) for mode in MODES)
-        found[category] = {
+        by_category[category] = {
             "always": round(plain / always, 3),
             "scheduled": round(plain / scheduled, 3),
             "over better": round(min(plain, always) / scheduled, 3),
             "worst text over plain": _worst(took, members, ("plain",)),
             "worst text over better": _worst(took, members, ("plain", "always")),
         }
-    return found
+    return by_category
 
 
 def _worst(took: dict[str, list[float]], members: list[int], modes: tuple[str, ...]) -> float:

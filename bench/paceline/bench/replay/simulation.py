@@ -44,19 +44,19 @@ class Load(Protocol):
     def length(self, number: int) -> int | None:
         """Tokens of a generation; None: there is no such one, and its user has ended."""
 
-    def context(self, each: Generation) -> int:
+    def context(self, generation: Generation) -> int:
         """KV tokens behind which its next step runs."""
 
-    def tree(self, each: Generation) -> TokenTree:
+    def tree(self, generation: Generation) -> TokenTree:
         """The tree for its next step; empty: nothing is proposed."""
 
-    def accepted(self, each: Generation, tree: TokenTree) -> int:
+    def accepted(self, generation: Generation, tree: TokenTree) -> int:
         """Accepted nodes of a tree that may have been cut."""
 
     def draft_seconds(self, drafted: Sequence[Generation]) -> float:
         """Time of a draft for several generations."""
 
-    def beside_seconds(self, each: Generation) -> float:
+    def beside_seconds(self, generation: Generation) -> float:
         """Time of the messages and of waking up, in a round for which a drafter was asked."""
 
     def step_seconds(
@@ -94,37 +94,37 @@ class Simulation:
         self._made = 0
         self._running: list[Generation] = []
         for index in range(self.users):
-            if (each := self._begin()) is not None:
+            if (generation := self._begin()) is not None:
                 # The first generations differ in length, or all would end at the same time.
-                each.length = max(1, each.length * (index + 1) // self.users)
-                self._running.append(each)
+                generation.length = max(1, generation.length * (index + 1) // self.users)
+                self._running.append(generation)
         self._plan(self._running)
 
     def run(self, seconds: float = inf) -> dict[int, tuple[int, float]]:
         """Go on for so long, or until the load has no more generations; returns ``spent``."""
         self.spent.clear()
         end = self.now + seconds
-        for each in self._running:
-            each.began = self.now
-            self.spent[each.number] = (0, 0.0)
+        for generation in self._running:
+            generation.began = self.now
+            self.spent[generation.number] = (0, 0.0)
         while self.now < end and self._running:
             self._draft()
-            here = [each for each in self._running if each.ready_at <= self.now]
-            away = [each for each in self._running if each not in here]
-            arrivals = [each.asked_at + 1.3 * self._latency for each in away]
+            here = [generation for generation in self._running if generation.ready_at <= self.now]
+            away = [generation for generation in self._running if generation not in here]
+            arrivals = [generation.asked_at + 1.3 * self._latency for generation in away]
             held = self.scheduler.hold(len(here), arrivals) if here else inf
             if held:
                 free = self._drafter_free if self._requested else inf
-                self.now = min(free, self.now + held, *(each.ready_at for each in away))
+                self.now = min(free, self.now + held, *(generation.ready_at for generation in away))
             else:
                 self._step(here)
-        for each in self._running:
-            self._spend(each, 0, self.now - each.began)
+        for generation in self._running:
+            self._spend(generation, 0, self.now - generation.began)
         return self.spent
 
-    def _spend(self, each: Generation, tokens: int, seconds: float) -> None:
-        had, took = self.spent.get(each.number, (0, 0.0))
-        self.spent[each.number] = (had + tokens, took + seconds)
+    def _spend(self, generation: Generation, tokens: int, seconds: float) -> None:
+        had, took = self.spent.get(generation.number, (0, 0.0))
+        self.spent[generation.number] = (had + tokens, took + seconds)
 
     def _begin(self) -> Generation | None:
         length = self.load.length(self._made + 1)
@@ -137,20 +137,20 @@ class Simulation:
 
     def _plan(self, generations: Sequence[Generation]) -> None:
         """Request trees for their next steps, or queue them."""
-        for each in generations:
-            each.job.tree, each.ready_at = EMPTY, self.now
+        for generation in generations:
+            generation.job.tree, generation.ready_at = EMPTY, self.now
             if not self.load.asked:
                 if self.mode == "always" or (self.mode != "plain" and self.scheduler.measured):
-                    each.job.tree = self.load.tree(each)
-                self.scheduler.budget_sent(each.job, 0)
+                    generation.job.tree = self.load.tree(generation)
+                self.scheduler.budget_sent(generation.job, 0)
                 continue
             budget = {"plain": 0, "always": 255}.get(self.mode)
             if budget is None:
-                budget = self.scheduler.budget(each.job)
-            self.scheduler.budget_sent(each.job, budget)
+                budget = self.scheduler.budget(generation.job)
+            self.scheduler.budget_sent(generation.job, budget)
             if budget:
-                each.ready_at, each.asked_at = inf, self.now
-                self._requested.append(each)
+                generation.ready_at, generation.asked_at = inf, self.now
+                self._requested.append(generation)
         self._requested_at = self.now
 
     def _draft(self) -> None:
@@ -160,37 +160,38 @@ class Simulation:
             return
         requested, self._requested = self._requested, []
         self._drafter_free = began + self.load.draft_seconds(requested)
-        for each in requested:
-            each.opened = True
-            each.ready_at = self._drafter_free + self.load.beside_seconds(each)
-            self._latency += 0.1 * (each.ready_at - each.asked_at - self._latency)
-            each.job.tree = self.load.tree(each)
+        for generation in requested:
+            generation.opened = True
+            generation.ready_at = self._drafter_free + self.load.beside_seconds(generation)
+            self._latency += 0.1 * (generation.ready_at - generation.asked_at - self._latency)
+            generation.job.tree = self.load.tree(generation)
 
     def _step(self, here: list[Generation]) -> None:
-        jobs, trees = [each.job for each in here], [each.job.tree for each in here]
+        jobs = [generation.job for generation in here]
+        trees = [job.tree for job in jobs]
         away = len(self._running) - len(here)
-        attended = sum(self.load.context(each) for each in here)
+        attended = sum(self.load.context(generation) for generation in here)
         admitted = self.scheduler.admit(jobs, trees, len(here), attended, away)
         self.rounds += sum(len(tree) > 0 for tree in trees)
         began = self.now
         beside = max(0.0, self._drafter_free - began)
         self.now += self.load.step_seconds(here, admitted, beside)
         outputs: list[StepOutput] = []
-        for each, tree in zip(here, admitted, strict=True):
-            count = self.load.accepted(each, tree) if len(tree) else 0
-            each.job.tree = tree
+        for generation, tree in zip(here, admitted, strict=True):
+            count = self.load.accepted(generation, tree) if len(tree) else 0
+            generation.job.tree = tree
             outputs.append(StepOutput([1] * (count + 1), accepted=list(range(count))))
         self.scheduler.stepped(began, self.now, outputs)
         going: list[Generation] = []
-        for each, output in zip(here, outputs, strict=True):
-            each.got += len(output.tokens)
-            self._spend(each, len(output.tokens), 0.0)
-            if each.got < each.length:
-                going.append(each)
+        for generation, output in zip(here, outputs, strict=True):
+            generation.got += len(output.tokens)
+            self._spend(generation, len(output.tokens), 0.0)
+            if generation.got < generation.length:
+                going.append(generation)
                 continue
-            self.scheduler.forget(each.job.text)
-            self._spend(each, 0, self.now - each.began)
-            place, new = self._running.index(each), self._begin()
+            self.scheduler.forget(generation.job.text)
+            self._spend(generation, 0, self.now - generation.began)
+            place, new = self._running.index(generation), self._begin()
             if new is None:
                 del self._running[place]
             else:

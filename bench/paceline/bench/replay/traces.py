@@ -40,7 +40,7 @@ class Text:
 
     @property
     def tokens(self) -> int:
-        return sum(each.emitted for each in self.rounds)
+        return sum(entry.emitted for entry in self.rounds)
 
 
 @dataclass
@@ -59,20 +59,20 @@ class Traces:
 
     @classmethod
     def load(cls, path: Path) -> Traces:
-        found = json.loads(gzip.decompress(path.read_bytes()))
+        fields = json.loads(gzip.decompress(path.read_bytes()))
         for mode in ("plain", "drafted"):
-            found[mode] = [
-                Text(each["category"], each["prompt"], [Round(**one) for one in each["rounds"]])
-                for each in found[mode]
+            fields[mode] = [
+                Text(text["category"], text["prompt"], [Round(**one) for one in text["rounds"]])
+                for text in fields[mode]
             ]
-        return cls(**found)
+        return cls(**fields)
 
 
 def _short(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _short(each) for key, each in value.items()}
+        return {key: _short(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_short(each) for each in value]
+        return [_short(item) for item in value]
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
@@ -98,11 +98,11 @@ class Replay:
     def length(self, number: int) -> int | None:
         return self._drafted[number - 1].tokens if number <= len(self._drafted) else None
 
-    def context(self, each: Generation) -> int:
-        return self._plain[each.number - 1].prompt + each.got + 1
+    def context(self, generation: Generation) -> int:
+        return self._plain[generation.number - 1].prompt + generation.got + 1
 
-    def tree(self, each: Generation) -> TokenTree:
-        recorded, below = self._at(each)
+    def tree(self, generation: Generation) -> TokenTree:
+        recorded, below = self._at(generation)
         count, accepted = len(recorded.parents), recorded.accepted
         right = set(accepted)
         tokens = tuple(_RIGHT if node in right else _WRONG for node in range(count))
@@ -125,28 +125,28 @@ class Replay:
             tuple(recorded.confidences[node] for node in kept) if recorded.confidences else (),
         )
 
-    def accepted(self, each: Generation, tree: TokenTree) -> int:
+    def accepted(self, generation: Generation, tree: TokenTree) -> int:
         return sum(token == _RIGHT for token in tree.tokens)
 
     def draft_seconds(self, drafted: Sequence[Generation]) -> float:
-        longest = max(self._at(each)[0].before for each in drafted)
-        return longest * (1 + _BATCHED * (len(drafted) - 1))
+        slowest = max(self._at(generation)[0].before for generation in drafted)
+        return slowest * (1 + _BATCHED * (len(drafted) - 1))
 
-    def beside_seconds(self, each: Generation) -> float:
+    def beside_seconds(self, generation: Generation) -> float:
         return 0.0  # it is a part of the recorded time before the step
 
     def step_seconds(
         self, here: Sequence[Generation], trees: Sequence[TokenTree], drafting: float
     ) -> float:
         ratios = []
-        for each, tree in zip(here, trees, strict=True):
-            context, (recorded, _) = self.context(each), self._at(each)
+        for generation, tree in zip(here, trees, strict=True):
+            context, (recorded, _) = self.context(generation), self._at(generation)
             if len(tree):
                 took = recorded.step + (0.0 if self.asked else recorded.before)
                 known = self._costs.plain_seconds(1, 1 + len(recorded.parents), context)
             else:
-                rounds = self._plain[each.number - 1].rounds
-                plain = rounds[min(each.got, len(rounds) - 1)]
+                rounds = self._plain[generation.number - 1].rounds
+                plain = rounds[min(generation.got, len(rounds) - 1)]
                 took = plain.before + plain.step
                 known = self._costs.plain_seconds(1, 1, context)
             ratios.append(took / known)
@@ -154,12 +154,12 @@ class Replay:
         mean = sum(map(self.context, here)) / len(here)
         return self._costs.plain_seconds(len(here), rows, mean) * sum(ratios) / len(ratios)
 
-    def _at(self, each: Generation) -> tuple[Round, int]:
-        places = self._places[each.number - 1]
-        return places[min(each.got, len(places) - 1)]
+    def _at(self, generation: Generation) -> tuple[Round, int]:
+        places = self._places[generation.number - 1]
+        return places[min(generation.got, len(places) - 1)]
 
 
 def _places(text: Text) -> Iterator[tuple[Round, int]]:
     """For each token the round that emitted it, and the number of its tokens before."""
-    for each in text.rounds:
-        yield from ((each, below) for below in range(each.emitted))
+    for entry in text.rounds:
+        yield from ((entry, below) for below in range(entry.emitted))

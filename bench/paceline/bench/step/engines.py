@@ -55,7 +55,7 @@ class PacelineEngine:
 
     def measure(self, context: int, rows: Sequence[int]) -> Figures:
         """See :class:`StepEngine`; a step of at least `CHUNK` rows is a chunk of a prompt."""
-        found: Figures = {}
+        figures: Figures = {}
         if self._synthetic:
             cache = self.synthetic_cache(context)
         else:
@@ -65,15 +65,15 @@ class PacelineEngine:
                 count = min(CHUNK, context - len(cache))
                 self.step(cache, count, chunk=True)
                 cache.commit(range(count))
-            found["prefill_s"] = time.perf_counter() - began
+            figures["prefill_s"] = time.perf_counter() - began
         for count in rows:
             step = partial(self.step, cache, count, chunk=count >= CHUNK)
-            found[f"ms_{count}"] = _median_ms(step)
+            figures[f"ms_{count}"] = _median_ms(step)
         began = time.perf_counter()
         for _ in range(_DECODED):
             self.step(cache, 1)
             cache.commit([0])
-        return found | {"tokens_per_s": _DECODED / (time.perf_counter() - began)}
+        return figures | {"tokens_per_s": _DECODED / (time.perf_counter() - began)}
 
     def synthetic_cache(self, context: int) -> LocalCache:
         """A cache of so many positions with random keys and values."""
@@ -125,10 +125,10 @@ class TransformersEngine:
         for first in range(0, context, _TRANSFORMERS_CHUNK):
             tokens = self._tokens(min(_TRANSFORMERS_CHUNK, context - first))
             self._model.model(tokens, past_key_values=cache, use_cache=True)
-        found = {"prefill_s": time.perf_counter() - began}
+        figures = {"prefill_s": time.perf_counter() - began}
         for count in (*rows, 1):
-            found[f"ms_{count}"] = _median_ms(partial(self._step, self._tokens(count), cache))
-        return found | {"tokens_per_s": 1e3 / found["ms_1"]}
+            figures[f"ms_{count}"] = _median_ms(partial(self._step, self._tokens(count), cache))
+        return figures | {"tokens_per_s": 1e3 / figures["ms_1"]}
 
     def _step(self, tokens: torch.Tensor, cache: DynamicCache) -> None:
         self._model(tokens, past_key_values=cache, use_cache=True)

@@ -25,7 +25,7 @@ def profile(engine: PacelineEngine, context: int, rows: Sequence[int]) -> dict[s
     if native is None:
         raise ValueError(f"{engine.name}: a profile needs compiled kernels for the model")
     cache, program = engine.synthetic_cache(context), native.program
-    found: dict[str, list[float]] = {}
+    medians: dict[str, list[float]] = {}
     try:
         for count in rows:
             times: list[list[float]] = []
@@ -41,10 +41,10 @@ def profile(engine: PacelineEngine, context: int, rows: Sequence[int]) -> dict[s
                 parts["host"] = whole - sum(parts.values())
                 times.append([parts[name] for name in PARTS])
             steps = torch.tensor(times[1:])
-            found[f"ms_{count}"] = steps.median(dim=0).values.tolist()
+            medians[f"ms_{count}"] = steps.median(dim=0).values.tolist()
     finally:
         native.nanoseconds = None
-    return found
+    return medians
 
 
 def _part(kind: Kind, selected: bool) -> str:

@@ -42,9 +42,9 @@ def measure(
                 runs[context, engine].append(engine.measure(context, rows))
                 progress(f"turn {turn + 1} of {repeats}, context {context}, {engine.name}")
     cells: Cells = {str(context): {} for context in contexts}
-    for (context, engine), found in runs.items():
+    for (context, engine), turns in runs.items():
         cells[str(context)][engine.name] = {
-            key: quantiles((run[key] for run in found), n=4, method="inclusive") for key in found[0]
+            key: quantiles((run[key] for run in turns), n=4, method="inclusive") for key in turns[0]
         }
     return cells
 
@@ -67,14 +67,14 @@ def show(cells: Cells, rows: Sequence[int], console: Console) -> None:
     for context, cell in cells.items():
         table = Table("", *columns, title=f"Steps after {context} tokens")
         for engine, figures in cell.items():
-            found = (f"{figures[key][1]:.3g}" if key in figures else "" for key in columns)
-            table.add_row(engine, *found)
+            row = (f"{figures[key][1]:.3g}" if key in figures else "" for key in columns)
+            table.add_row(engine, *row)
         console.print(table)
 
 
 def _profile(args: argparse.Namespace, models: Models, console: Console) -> dict[str, Any]:
     """Print the parts of steps behind each context; returns them by context and format."""
-    found: dict[str, Any] = {}
+    medians: dict[str, Any] = {}
     for weights in args.weights:
         engine = PacelineEngine(models.target, weights)
         for context in args.contexts:
@@ -83,8 +83,8 @@ def _profile(args: argparse.Namespace, models: Models, console: Console) -> dict
             for name, *values in zip(PARTS, *parts.values(), strict=True):
                 table.add_row(name, *(f"{value:.2f}" for value in values))
             console.print(table)
-            found.setdefault(str(context), {})[engine.name] = parts
-    return {"parts": list(PARTS), "medians": found}
+            medians.setdefault(str(context), {})[engine.name] = parts
+    return {"parts": list(PARTS), "medians": medians}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -106,8 +106,8 @@ def run(args: argparse.Namespace) -> int:
         paceline = PacelineEngine(models.target, weights, synthetic=args.synthetic)
         config = paceline.decoder.config
         engines.append(paceline)
-    longest = max(args.contexts) if args.synthetic else config.max_position - max(args.rows)
-    contexts = [each for each in args.contexts if each <= longest]
+    max_context = max(args.contexts) if args.synthetic else config.max_position - max(args.rows)
+    contexts = [context for context in args.contexts if context <= max_context]
     if not contexts:
         raise ValueError(f"no context of {args.contexts} fits {config.max_position} positions")
     if args.rivals:

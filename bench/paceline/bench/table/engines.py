@@ -309,10 +309,10 @@ class LibraryProcess:
 
     async def answer(self, mode: str, request: AnswerRequest) -> Answer:
         began = time.perf_counter()
-        found = await self._ask({"lookup": mode != NONE, **asdict(request)})
-        first, ended = found["first"], found["seconds"]
-        output = json.dumps(found["tokens"])
-        return Answer(len(found["tokens"]), began + first, began + ended, first, output)
+        reply = await self._ask({"lookup": mode != NONE, **asdict(request)})
+        first, ended = reply["first"], reply["seconds"]
+        output = json.dumps(reply["tokens"])
+        return Answer(len(reply["tokens"]), began + first, began + ended, first, output)
 
     async def _ask(self, question: dict[str, object] | None = None) -> dict[str, Any]:
         pipe, answers = self._process.stdin, self._process.stdout
@@ -324,8 +324,8 @@ class LibraryProcess:
         if not line:
             code = await self._process.wait()
             raise OSError(f"{self.name} ended with code {code}; its error is above")
-        found: dict[str, Any] = json.loads(line)
-        return found
+        reply: dict[str, Any] = json.loads(line)
+        return reply
 
 
 def llama_server(

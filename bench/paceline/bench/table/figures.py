@@ -23,19 +23,19 @@ def sample(answers: Sequence[Answer], prompts: Sequence[list[int]]) -> Sample:
 
     The rate counts tokens after the first over the time from the first token to the last.
     """
-    tokens, stats = sum(answer.tokens for answer in answers), [each.stats for each in answers]
-    seconds = max(each.ended for each in answers) - min(each.first for each in answers)
+    tokens, stats = sum(answer.tokens for answer in answers), [answer.stats for answer in answers]
+    seconds = max(answer.ended for answer in answers) - min(answer.first for answer in answers)
     return {
         "prompt_tokens": round(median(map(len, prompts))),
         "tokens": tokens,
         "rate": round((tokens - 1) / seconds, 2) if tokens > 1 else None,
         "first_s": round(median(answer.first_seconds for answer in answers), 4),
-        "rounds": sum(each.drafted_rounds for each in stats),
-        "drafted": sum(entry.emitted for each in stats for entry in each.rounds if entry.drafted),
-        "checked": sum(each.checked for each in stats),
-        "steps": sum(each.steps for each in stats),
-        "draft_ms": round(sum(each.draft_ms for each in stats), 2),
-        "verify_ms": round(sum(each.verify_ms for each in stats), 2),
+        "rounds": sum(stat.drafted_rounds for stat in stats),
+        "drafted": sum(entry.emitted for stat in stats for entry in stat.rounds if entry.drafted),
+        "checked": sum(stat.checked for stat in stats),
+        "steps": sum(stat.steps for stat in stats),
+        "draft_ms": round(sum(stat.draft_ms for stat in stats), 2),
+        "verify_ms": round(sum(stat.verify_ms for stat in stats), 2),
         "output": digest("\n".join(answer.output for answer in answers)),
     }
 
@@ -50,20 +50,20 @@ def summarize(cell: Cell) -> None:
         samples = entry["samples"]
         figures = {
             "runs": len(samples),
-            "tokens": sum(each["tokens"] for each in samples.values()),
+            "tokens": sum(sample["tokens"] for sample in samples.values()),
             "tokens_per_second": interval(_rates(cell, name).values()),
-            "first_token_s": interval(each["first_s"] for each in samples.values()),
+            "first_token_s": interval(sample["first_s"] for sample in samples.values()),
         }
-        if rounds := sum(each["rounds"] for each in samples.values()):
+        if rounds := sum(sample["rounds"] for sample in samples.values()):
             figures["accepted_length"] = sum(s["drafted"] for s in samples.values()) / rounds
-        if steps := sum(each.get("steps", 0) for each in samples.values()):
+        if steps := sum(sample.get("steps", 0) for sample in samples.values()):
             for figure, total in _A_STEP.items():
-                found = sum(each.get(total, 0) for each in samples.values())
-                figures[figure] = round(found / steps, 3)
+                summed = sum(sample.get(total, 0) for sample in samples.values())
+                figures[figure] = round(summed / steps, 3)
         plain = _plain(name)
         if plain in cell and plain != name:
             shared = samples.keys() & cell[plain]["samples"].keys()
-            same = [_output(cell, name, each) == _output(cell, plain, each) for each in shared]
+            same = [_output(cell, name, group) == _output(cell, plain, group) for group in shared]
             figures |= {"over_none": ratio(cell, name, plain), "same_output": sum(same)}
             figures["compared"] = len(same)
         after = name.removesuffix(AHEAD) + ALWAYS_END
@@ -71,9 +71,9 @@ def summarize(cell: Cell) -> None:
             figures["over_after"] = ratio(cell, name, after)
         entry["figures"] = figures
     for name, entry in cell.items():
-        fixed = [each for each in (_plain(name), f"{name}{ALWAYS_END}") if each in cell]
-        if name != _plain(name) and len(fixed) == 2 and all(_rates(cell, each) for each in fixed):
-            better = max(fixed, key=lambda each: _rate(cell, each))
+        fixed = [mode for mode in (_plain(name), f"{name}{ALWAYS_END}") if mode in cell]
+        if name != _plain(name) and len(fixed) == 2 and all(_rates(cell, mode) for mode in fixed):
+            better = max(fixed, key=lambda mode: _rate(cell, mode))
             entry["figures"]["over_better"] = ratio(cell, name, better)
 
 
@@ -82,12 +82,12 @@ def interval(values: Any) -> list[float] | None:
 
     Returns None without values.
     """
-    found = np.array(list(values))
-    if not len(found):
+    array = np.array(list(values))
+    if not len(array):
         return None
-    draws = np.random.default_rng(1).choice(found, (_RESAMPLES, len(found)))
+    draws = np.random.default_rng(1).choice(array, (_RESAMPLES, len(array)))
     low, high = np.percentile(np.median(draws, axis=1), (2.5, 97.5))
-    return [round(float(each), 3) for each in (low, np.median(found), high)]
+    return [round(float(value), 3) for value in (low, np.median(array), high)]
 
 
 def ratio(cell: Cell, name: str, other: str) -> list[float] | None:
@@ -107,14 +107,14 @@ def table(title: str, cell: Cell) -> Table:
         "accepted length",
         "same output",
     )
-    found = Table("", *columns, title=title)
+    table = Table("", *columns, title=title)
     for name, entry in cell.items():
         figures = entry["figures"]
         rate, over, better, first = (
             figures.get(key) or ()
             for key in ("tokens_per_second", "over_none", "over_better", "first_token_s")
         )
-        found.add_row(
+        table.add_row(
             name,
             str(figures["runs"]),
             _number(rate, 1, ".1f"),
@@ -125,7 +125,7 @@ def table(title: str, cell: Cell) -> Table:
             f"{figures['accepted_length']:.2f}" if "accepted_length" in figures else "",
             f"{figures['same_output']} of {figures['compared']}" if "compared" in figures else "",
         )
-    return found
+    return table
 
 
 def _number(values: Sequence[float], place: int, form: str) -> str:
@@ -139,7 +139,7 @@ def _rate(cell: Cell, name: str) -> float:
 def _rates(cell: Cell, name: str) -> dict[str, float]:
     """Tokens per second by group, where an answer has more than one token."""
     samples = cell[name]["samples"]
-    return {key: each["rate"] for key, each in samples.items() if each["rate"]}
+    return {key: sample["rate"] for key, sample in samples.items() if sample["rate"]}
 
 
 def _output(cell: Cell, name: str, group: str) -> str:

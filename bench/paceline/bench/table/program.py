@@ -56,8 +56,8 @@ def transformers(model: Path, eos: list[int]) -> Generate:
             **(sampled if heat else {"do_sample": False}),
             **({"prompt_lookup_num_tokens": DRAFTED} if request["lookup"] else {}),
         )
-        found: list[int] = output[0, ids.shape[1] :].tolist()
-        return found
+        tokens: list[int] = output[0, ids.shape[1] :].tolist()
+        return tokens
 
     return generate
 

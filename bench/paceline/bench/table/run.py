@@ -121,8 +121,8 @@ async def measure(
             log(f"{engine.name} {mode} is ready")
         for turn, (category, group, texts) in enumerate(_groups(prompts, phase.prompts)):
             cell, first = phase.cell(category), turn % max(1, len(contestants))
-            bound = any(each.json_schema for each in texts)
-            found: dict[str, Sample] = {}
+            bound = any(prompt.json_schema for prompt in texts)
+            samples: dict[str, Sample] = {}
             for engine, mode in contestants[first:] + contestants[:first]:
                 name = f"{engine.name} {mode}"
                 if int(group) % engine.every or limits.known(cell, name, group):
@@ -130,18 +130,18 @@ async def measure(
                 if bound and not engine.constrained:
                     continue
                 if time.monotonic() > limits.deadline:
-                    record(cell, group, found)
+                    record(cell, group, samples)
                     return False
-                each_user = [texts[at :: phase.users] for at in range(phase.users)]
+                parts = [texts[at :: phase.users] for at in range(phase.users)]
                 answered = await asyncio.gather(
                     *(
-                        _answer(engine, mode, mine, limits.tokens, phase, place, int(group) + 1)
-                        for place, mine in enumerate(each_user)
+                        _answer(engine, mode, part, limits.tokens, phase, place, int(group) + 1)
+                        for place, part in enumerate(parts)
                     )
                 )
-                answers = [answer for each in answered for answer in each]
-                found[name] = sample(answers, [each.ids for each in texts])
-            record(cell, group, found)
+                answers = [answer for part in answered for answer in part]
+                samples[name] = sample(answers, [prompt.ids for prompt in texts])
+            record(cell, group, samples)
             log(f"{cell}: group {int(group) + 1} of {len(prompts[category]) // phase.prompts}")
     return True
 
@@ -169,7 +169,7 @@ async def _answer(
         AnswerRequest(text.ids, length, phase.temperature, seed, text.json_schema)
         for text, length in zip(texts, lengths, strict=True)
     )
-    return [await engine.answer(mode, each) for each in requests]
+    return [await engine.answer(mode, request) for request in requests]
 
 
 def _groups(prompts: Prompts, size: int) -> Iterator[tuple[str, str, list[Prompt]]]:
@@ -181,7 +181,7 @@ def _groups(prompts: Prompts, size: int) -> Iterator[tuple[str, str, list[Prompt
         ]
         for category, texts in prompts.items()
     ]
-    yield from (each for row in zip_longest(*columns) for each in row if each is not None)
+    yield from (group for row in zip_longest(*columns) for group in row if group is not None)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -204,13 +204,13 @@ def run(args: argparse.Namespace) -> int:
         entry = cells.get(cell, {}).get(name, {"samples": {}})
         return args.resume and group in entry["samples"]
 
-    def record(title: str, group: str, found: dict[str, Sample]) -> None:
+    def record(title: str, group: str, samples: dict[str, Sample]) -> None:
         cell = cells.setdefault(title, {})
-        for name, each in found.items():
+        for name, measured in samples.items():
             if name not in cell or not (args.resume or (title, name) in fresh):
                 cell[name] = {"samples": {}}
             fresh.add((title, name))
-            cell[name]["samples"][group] = each
+            cell[name]["samples"][group] = measured
         summarize(cell)
         results.add(title, {"contestants": cell})
 
@@ -223,7 +223,7 @@ def run(args: argparse.Namespace) -> int:
     ]
     for place, phase in enumerate(phases):
         began = time.monotonic()
-        share = phase.share / sum(each.share for each in phases[place:])
+        share = phase.share / sum(left.share for left in phases[place:])
         limits = Limits(args.tokens, began + share * (end - began), partial(_wanted, args), known)
         chosen = choose(prompts, phase, args.categories)
         engines = list(contestants(args, models, source, phase))
@@ -243,7 +243,7 @@ def choose(prompts: Prompts, phase: Phase, wanted: list[str]) -> Prompts:
         return prompts
     if phase.users > 1 and not wanted:
         mixture = [
-            each for row in zip(*(prompts[name] for name in SHORT), strict=False) for each in row
+            text for row in zip(*(prompts[name] for name in SHORT), strict=False) for text in row
         ]
         return {MIXED: mixture}
     names = wanted or ((*SHORT, *BOUND) if phase.temperature else tuple(prompts))
@@ -256,8 +256,8 @@ def _wanted(args: argparse.Namespace, name: str) -> bool:
 
 def _drafters(args: argparse.Namespace, target: Path, weights: str) -> Iterator[tuple[str, str]]:
     """Names and specifications of Paceline's drafters for a target in a format."""
-    own = f"selfspec=selfspec:{target},weights=int4"
-    for given in args.drafter or [*drafters_for(target, "cpu", weights), own]:
+    selfspec = f"selfspec=selfspec:{target},weights=int4"
+    for given in args.drafter or [*drafters_for(target, "cpu", weights), selfspec]:
         name, _, spec = given.partition("=")
         yield name, spec
 
