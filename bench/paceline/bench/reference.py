@@ -1,7 +1,7 @@
 """A GPU's kernels in plain operations of PyTorch, on any device.
 
 Tests compare others with them, and run on a CPU with them what only GPUs have otherwise: KV in
-pages, simulated graphs. :func:`register` makes them those of the CPU.
+pages, simulated graphs. :func:`register` makes them the CPU's.
 """
 
 from __future__ import annotations

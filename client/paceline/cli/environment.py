@@ -67,7 +67,7 @@ def drop_output() -> None:
 
 def _open_streams() -> None:
     """Open the null device in place of closed standard streams. A file that is opened later would
-    else get the number of one: what is printed would be written into it, and libuv aborts."""
+    else get a stream's number: output would be written into it, and libuv aborts."""
     for number, name in enumerate(_STREAMS):
         file: int | str = number
         try:

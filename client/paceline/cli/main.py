@@ -187,7 +187,7 @@ def _main(argv: list[str]) -> int:
 
 
 def build_parser(expanded: Collection[Command]) -> argparse.ArgumentParser:
-    """The parser of all commands; those in `expanded` have their arguments.
+    """Return the parser of all commands; those in `expanded` have their arguments.
 
     Among several, those of a package that is not installed get no arguments.
     """

@@ -585,7 +585,7 @@ def _gateway_arguments(args: argparse.Namespace) -> list[str]:
 
 
 def _url(process: ServiceProcess, args: argparse.Namespace) -> str:
-    """The address of a service, for a gateway that of its page."""
+    """Return the address of a service; for a gateway, the URL of its page."""
     if process.kind != "gateway" or process.address.startswith("unix:"):
         return process.address
     return f"{'http' if _gateway_tls(args)[0] is None else 'https'}://{process.address}/"

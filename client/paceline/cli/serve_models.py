@@ -52,9 +52,9 @@ class ServedModel:
 class Manager:
     """Loads and unloads models. Use it on one event loop.
 
-    Models that do not fit beside each other take turns: one that waits for memory gets that of the
-    model that was used longest ago, when the requests of that model have ended. Later requests for
-    it wait until it is loaded again, so that neither keeps the other out.
+    Models that do not fit beside each other take turns: for one that waits for memory, the least
+    recently used one is unloaded when its requests have ended. Later requests for it wait until it
+    is loaded again, so that neither keeps the other out.
 
     Args:
         models: All that can be served; the first one is the default.

@@ -238,9 +238,7 @@ def _fitting(target: Path, model: ModelSource) -> Iterator[tuple[type[Drafter], 
     from paceline.drafter.methods.checkpoint import TargetRef, check_target, read_fit
 
     models = models_folder()
-    groups = {
-        group.resolve(): group for group in (target.parent, *(models.iterdir() if models else ()))
-    }
+    groups = {group.resolve() for group in (target.parent, *(models.iterdir() if models else ()))}
     vocab_size = model.config().vocab_size
     for name in method_names():
         for folder in sorted(group / name for group in groups):

@@ -26,8 +26,8 @@ _MEMORY = 1 << 30  # of the process that renders, in bytes
 
 
 def checked_messages(messages: object) -> list[dict[str, Any]]:
-    """Messages as `render_chat` takes them. Raises InvalidRequestError if they are not a sequence
-    of mappings with a role, whose values are those of JSON."""
+    """Return messages as `render_chat` takes them. Raises InvalidRequestError if they are not a
+    sequence of mappings with a role and values of JSON."""
     expected = "a message: a mapping with the text role, and content, a text or a list of parts"
     with invalid_requests():
         listed = items("messages", messages, "a list of messages", MAX_TOKEN_IDS)

@@ -189,7 +189,7 @@ class Client:
         return not_comparable(receipt, facts, again.numerics) or compared(receipt, again)
 
     def set_verifiers(self, addresses: str) -> None:
-        """Replace the list of verifiers. New generations go to those of the new list.
+        """Replace the list of verifiers. New generations go to the new ones.
 
         Generations on a verifier that is not in it finish there.
 

@@ -407,7 +407,7 @@ def _apart(messages: list[Message]) -> list[Message]:
 
 
 def _merged(messages: list[Message]) -> list[Message]:
-    """Return messages in which those of one role in a row are one.
+    """Return messages, where consecutive ones of one role are merged.
 
     Calls, and what is behind them, are kept apart.
     """

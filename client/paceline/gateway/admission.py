@@ -204,8 +204,8 @@ class Admission:
                 raise _overloaded()
 
     def _take_from_another(self, place: Place | None, error: Callable[[], ApiError]) -> bool:
-        """Refuse the request whose body has been arriving longest; whether there is one. Where
-        memory is needed for `place`, it is one that has some."""
+        """Refuse the request whose body has been arriving longest, for memory of `place` one that
+        holds some. Return whether there is one."""
         for other, wait in self._arriving.items():
             if place is None or (other is not place and other.counted_bytes):
                 self._leave(other)

@@ -240,7 +240,7 @@ def _name_of(host: str) -> str:
 
 
 def _is_own(origin: str, request: web.Request) -> bool:
-    """Whether an origin is the site that a request is for, as that of this gateway's page is."""
+    """Whether an origin is the site that a request is for, as for this gateway's own page."""
     scheme, separator, host = origin.partition("://")
     port = {"http": ":80", "https": ":443"}.get(scheme)
     site = request.headers.get("Host", "").lower()

@@ -1,5 +1,5 @@
-"""The models that a gateway serves: that of its verifiers, or several, which `paceline serve` loads
-when they are asked for."""
+"""The models that a gateway serves: the one of its verifiers, or several, which `paceline serve`
+loads when they are asked for."""
 
 from __future__ import annotations
 

@@ -483,7 +483,7 @@ class GenerationRequest(CommonRequest, Constrained):
     ignore_eos: bool = False
 
     def seed_of(self, choice: int) -> int | None:
-        """Seed of one of the n choices: that of the request plus its index, so that the first
+        """Return the seed of one of the n choices: the request's plus its index, so that the first
         equals the only one of a request with n=1."""
         return None if self.seed is None else (self.seed + choice) % 2**64
 
@@ -592,7 +592,7 @@ class ChatRequest(GenerationRequest, CallingRequest):
         return ToolUse(tools, choice, self.parallel_tool_calls)
 
     def constraint(self) -> dict[str, Any]:
-        """The constraint of the text, that of the tools included."""
+        """Return the constraint of the text, or of a call that tool_choice requires."""
         constraint = super().constraint()
         try:
             schema = self.tool_use().schema()

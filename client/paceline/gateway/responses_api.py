@@ -81,7 +81,7 @@ class InputResult(Body):
 
 
 class ToolsItem(Body):
-    """Tools that are added to those of the request."""
+    """Tools that are added to the request's."""
 
     type: Literal["additional_tools"]
     tools: list[Any]
@@ -310,7 +310,7 @@ def _is(value: Any, kind: str) -> bool:
 
 
 def _flat(entry: Any) -> list[Any]:
-    """A tool, or those of a namespace, of which the first says what that is."""
+    """Return a tool, or the tools of a namespace, of which the first has its description."""
     tools = entry.get("tools") if _is(entry, "namespace") else None
     if not isinstance(tools, list):
         return [entry]

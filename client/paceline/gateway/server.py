@@ -247,7 +247,7 @@ class Gateway:
         return web.json_response(await self._card(request.match_info["name"]))
 
     async def _card(self, asked: str) -> dict[str, Any]:
-        """What is known of a model; of one that is not loaded, what was known when it was."""
+        """Return what is known of a model; if it is not loaded, what was known when it last was."""
         place = Place(self.admission)
         name = await self._jobs.name(asked, place)
         card = {"id": name, "object": "model", "created": self._started, "owned_by": "paceline"}

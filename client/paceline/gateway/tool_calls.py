@@ -382,7 +382,7 @@ class CallParser:
 
 
 def _begins_call(text: str, names: frozenset[str]) -> bool:
-    """Whether an object of which the end is missing may become a call of one of these tools."""
+    """Return whether an object whose end is missing may become a call of one of these tools."""
     at = 0
     if not text.startswith("{"):
         return False

@@ -38,7 +38,7 @@ _OF_OBJECTS = _OPEN | {"properties", "required", "minProperties", "dependentRequ
 
 
 def closed(schema: Schema) -> Schema:
-    """A schema whose objects have no other properties than those they name, as xgrammar has them.
+    """Return a schema whose objects have only the properties that they name, as xgrammar has them.
 
     A model that may invent properties can write on for ever. An object stays as it is if it says
     which other properties it has, or needs more than those it names. So do all objects of a schema

@@ -80,11 +80,11 @@ def hub_folder() -> Path:
 
 
 def hub_model(text: str) -> Path:
-    """Path of a model of the Hugging Face hub, or of that at HF_ENDPOINT; HF_TOKEN is its token.
+    """Return the path of a model of the Hugging Face hub, or of another at HF_ENDPOINT.
 
-    What is not here, or is older than the hub's, is downloaded, with the progress on stderr. If the
-    hub cannot be reached, what is here is taken. Raises OSError if nothing is here and the hub does
-    not give it, or if it is no folder of a model."""
+    Files that are missing or older than the hub's are downloaded, with the progress on stderr. If
+    the hub cannot be reached, those that are here are taken. Raises OSError if there are none and
+    the hub does not give them, or if it is no folder of a model."""
     from huggingface_hub import hf_hub_download, list_repo_files, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 

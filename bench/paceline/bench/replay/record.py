@@ -81,10 +81,9 @@ async def record(
     """Record texts, each in plain decoding and with a tree of each drafter in every round.
 
     Args:
-        drafters: Specifications by name; of ``local`` it is the verifier's own sources.
+        drafters: Specifications by name; ``local`` has the verifier's own sources.
 
-    Returns the traces of each drafter. A text of which a mode emitted other tokens is an error.
-    Raises ``RuntimeError`` if texts differ.
+    Returns the traces of each drafter. Raises ``RuntimeError`` if a text differs between the modes.
     """
     sources = [source for source in drafters.get(LOCAL.name, "").split(",") if source]
     service = build_service(

@@ -81,9 +81,9 @@ def judge(traces: Traces, users: int) -> dict[str, dict[str, float]]:
         users: Texts at a time. The steps of several are shared, so that they have one category.
 
     Returns:
-        By category the speed of a tree in every round and of the rules, over plain decoding; that
-        of the rules over the better one; and the worst text's over its own plain decoding and over
-        its own better one.
+        By category the speeds of a tree in every round and of the rules over plain decoding; the
+        speed of the rules over the better of both; and, for the worst text, the speed of the rules
+        over its plain decoding and over its better one.
     """
     order = [index for _ in range(_ROUNDS) for index in range(len(traces.plain))]
     took: dict[str, list[float]] = {}

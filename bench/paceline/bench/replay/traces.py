@@ -79,11 +79,11 @@ def _short(value: Any) -> Any:
 class Replay:
     """A load of recorded texts, one after the other, each once.
 
-    A plain step takes what it took in the recording, with what was between two. A step with a tree
-    takes what the recorded one took, by the cost table for as many nodes as were admitted. A tree
-    is known where a recorded round began; inside a round's accepted tokens it is what was drafted
-    below them, so that a rule that begins to draft there is judged rather too low. Of several
-    users' steps the table knows the cost, corrected by the recorded ones of their texts.
+    A plain step takes its recorded time, with the time before it. A step with a tree takes the
+    recorded time of its round, scaled by the cost table to the admitted nodes. A tree is known
+    where a recorded round began; inside a round's accepted tokens it is what was drafted below
+    them, so that a rule that begins to draft there is judged rather too low. Steps of several users
+    cost what the table says, corrected by the recorded steps of their texts.
     """
 
     def __init__(self, traces: Traces, texts: Sequence[int]) -> None:

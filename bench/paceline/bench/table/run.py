@@ -237,8 +237,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def choose(prompts: Prompts, phase: Phase, wanted: list[str]) -> Prompts:
-    """Prompts of the wanted categories; without a wish all, above temperature 0 all but edits and
-    long documents, and of several users a mixture of the short ones whose answers are free."""
+    """Return the prompts of the wanted categories. The default is all; above temperature 0 all but
+    edits and long documents; for several users a mixture of short ones with free answers."""
     if not set(SHORT) <= prompts.keys():
         return prompts
     if phase.users > 1 and not wanted:
