@@ -38,7 +38,7 @@ class Acceptance:
     outside: int = 0  # rounds whose tree ended at a token that the drafter cannot draft
 
     def entry(self) -> dict[str, Any]:
-        """Figures for a result file.
+        """Return figures for a result file.
 
         ``accepted_length`` counts the bonus token; ``positions`` are shares of rounds in which a
         drafted token was accepted at that depth; ``outside_vocabulary`` is the share of rounds that
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def load_drafters(specs: Sequence[str], target: Path) -> Iterator[tuple[str, Drafter]]:
-    """The drafters of specifications by name; ``target`` is added where a method takes it."""
+    """Yield the drafters of specifications by name; ``target`` is added where a method takes it."""
     for text in specs:
         spec = DrafterSpec.parse(text)
         method = method_class(spec.method)
@@ -106,7 +106,7 @@ def write_answer(
     seed: int,
     layers: set[int],
 ) -> TargetRecording:
-    """The target's answer up to the token that ends it."""
+    """Return the target's answer up to the token that ends it."""
     sampling = Sampling(temperature=heat, seed=seed)
     recording = record(target, prompt, tokens, sampling, layers)
     ends = set(source.config().eos_token_ids)

@@ -56,13 +56,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _questions() -> list[tuple[str, str]]:
-    """A tool's name and a question that needs it."""
+    """Return a tool's name and a question that needs it."""
     pairs = product(_PLACES, _TABLE, (0, 1))
     return [(name, asked[number].format(place)) for place, (name, _, asked), number in pairs]
 
 
 def _tools() -> dict[str, dict[str, Any]]:
-    """The parameters of each tool."""
+    """Return the parameters of each tool."""
     return {
         name: {"type": "object", "properties": properties, "required": list(properties)}
         for name, properties, _ in _TABLE
@@ -70,7 +70,7 @@ def _tools() -> dict[str, dict[str, Any]]:
 
 
 async def _ask(client: Client, questions: list[tuple[str, str]]) -> list[dict[str, bool]]:
-    """Whether the answer to each question is valid calls, and a call of the tool that it needs."""
+    """Return whether each answer is valid calls, and a call of the tool that the question needs."""
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     stop, answers = asyncio.Event(), list[dict[str, bool]]()
     tools = [
@@ -112,7 +112,7 @@ async def _ask(client: Client, questions: list[tuple[str, str]]) -> list[dict[st
 
 
 def _call_of(text: str) -> tuple[str, str]:
-    """Name and arguments of an object in tags; empty if it is none."""
+    """Return the name and arguments of an object in tags; empty if it is none."""
     try:
         value = json.loads(text)
         return value["name"], json.dumps(value["arguments"])

@@ -14,7 +14,7 @@ class Models:
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Models:
-        """Models of the options `--models` and `--target`."""
+        """Return the models of the options `--models` and `--target`."""
         target = args.target or args.models / "target"
         return cls(args.models, target)
 

@@ -37,9 +37,9 @@ class Prompt:
 
 
 def chat_prompts(path: Path, source: ModelSource) -> list[Prompt]:
-    """The prompts of a file, with what binds their answers: a line may have a ``json_schema``, or
-    ``tools``. Raises ``OSError`` if the file cannot be read, and ``ValueError`` if it has no
-    prompt, or a line that is not a prompt."""
+    """Return the prompts of a file, with what binds their answers: a line may have a
+    ``json_schema``, or ``tools``. Raises ``OSError`` if the file cannot be read, and ``ValueError``
+    if it has no prompt, or a line that is not a prompt."""
     encoded = chat_encoder(source)
     return [
         Prompt(encoded(prompt, fields.get("tools", ())), _schema(fields))
@@ -48,7 +48,7 @@ def chat_prompts(path: Path, source: ModelSource) -> list[Prompt]:
 
 
 def read(files: list[Path], source: ModelSource, tokens: int) -> dict[str, list[Prompt]]:
-    """Prompts in the target's chat template, by category, which is the name of a file.
+    """Return prompts in the target's chat template, by category, which is the name of a file.
 
     Prompts that do not fit the target's context with their answers are left out.
     """
@@ -93,7 +93,7 @@ def _bindings(path: Path) -> list[dict[str, Any]]:
 
 
 def _schema(fields: dict[str, Any]) -> str:
-    """The schema to which the gateway binds the answer of a request with these fields."""
+    """Return the schema to which the gateway binds the answer of a request with these fields."""
     if not fields:
         return ""
     choice = {"tool_choice": "required"} if "tools" in fields else {}
@@ -105,7 +105,7 @@ def _schema(fields: dict[str, Any]) -> str:
 
 
 def tokenizer(target: Path) -> Tokenizer:
-    """The target's tokenizer. Raises ``ValueError`` if the target has none."""
+    """Return the target's tokenizer. Raises ``ValueError`` if the target has none."""
     content = open_model(target).tokenizer
     if content is None:
         raise ValueError(f"{target} has no tokenizer: give a model with one")
@@ -113,19 +113,19 @@ def tokenizer(target: Path) -> Tokenizer:
 
 
 def encode(prompts: Sequence[str | list[int]], target: Path) -> list[list[int]]:
-    """Token ids of texts; token ids stay as they are."""
+    """Return token ids of texts; token ids stay as they are."""
     encoder = tokenizer(target)
     return [text if isinstance(text, list) else encoder.encode(text).ids for text in prompts]
 
 
 def demo_prompts(folder: Path, target: Path) -> list[list[int]]:
-    """Beginnings of files that the demo target was not trained on, then of some that it was."""
+    """Return beginnings of files: first those that the demo target was not trained on."""
     files = (folder / f"{name}.jsonl" for name in ("heldout", "trained"))
     return encode([text for file in files for text in read_prompts(file)], target)
 
 
 def needle_prompts(texts: Sequence[list[int]], target: Path) -> list[list[int]]:
-    """Long texts with a table of random numbers near the beginning, begun again at the end.
+    """Return long texts with a table of random numbers near the beginning, begun again at the end.
 
     How the second table goes on is only in the first: a drafter under a KV budget finds it if the
     budget contains the right lines.

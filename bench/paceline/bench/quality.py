@@ -43,8 +43,8 @@ _FIGURES = {
 
 
 def held_out(target: Path, windows: int) -> Tensor:
-    """Token ids ``[windows, WINDOW]``: half of them prose, half code. Raises ``ValueError`` if this
-    checkout and the standard library have less text."""
+    """Return token ids ``[windows, WINDOW]``: half of them prose, half code. Raises ``ValueError``
+    if this checkout and the standard library have less text."""
     prose = [file for pattern in _PROSE for file in sorted(Path().glob(pattern))]
     code = sorted(Path(statistics.__file__).parent.glob("*.py"))
     encode, tokens = tokenizer(target).encode, []
@@ -63,7 +63,7 @@ def held_out(target: Path, windows: int) -> Tensor:
 
 
 def predictions(decoder: Decoder, window: Tensor) -> Tensor:
-    """Log-probabilities ``[WINDOW / 2 - 1, V]`` of the tokens after the middle, float32."""
+    """Return log-probabilities ``[WINDOW / 2 - 1, V]`` of the tokens after the middle, float32."""
     cache, logprobs = LocalCache(decoder.config), []
     for start in range(0, len(window), CHUNK):
         rows = min(CHUNK, len(window) - start)
@@ -76,7 +76,7 @@ def predictions(decoder: Decoder, window: Tensor) -> Tensor:
 
 
 def compare(base: Sequence[Tensor], other: Decoder, text: Tensor) -> dict[str, float]:
-    """Means over all predicted tokens of a text ``[windows, WINDOW]``.
+    """Return means over all predicted tokens of a text ``[windows, WINDOW]``.
 
     Args:
         base: :func:`predictions` of the windows by what `other` is compared with.
@@ -98,7 +98,7 @@ def compare(base: Sequence[Tensor], other: Decoder, text: Tensor) -> dict[str, f
 
 
 def llama_cpp(program: str, models: Sequence[Path], text: str, windows: int) -> dict[str, Any]:
-    """The same of GGUF files by ``llama-perplexity``, against the first of them. Raises
+    """Return the same of GGUF files by ``llama-perplexity``, against the first of them. Raises
     ``ValueError`` if it printed no figures."""
     rows = {}
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:

@@ -36,7 +36,7 @@ _WIDTH = 170  # columns, where there is no terminal
 
 
 def describe() -> dict[str, object]:
-    """Processor, memory and package versions as a JSON-ready dictionary.
+    """Return processor, memory and package versions as a JSON-ready dictionary.
 
     `kind` names the sort of machine by processor, its family and model (`cpu-2x-amd-epyc-25-17`).
     """
@@ -114,7 +114,7 @@ class Results:
 
 
 def make_console() -> Console:
-    """A console that shows the widest table whole in a file."""
+    """Return a console that shows the widest table whole in a file."""
     console = Output(soft_wrap=False)
     if not console.is_terminal:
         console.width = max(console.width, _WIDTH)
@@ -128,7 +128,7 @@ def digest(weights: Path) -> str:
 
 
 def commit() -> str | None:
-    """The commit of the code, with `-dirty` where code differs from it; None outside of git."""
+    """Return the commit of the code, with `-dirty` if code differs from it; None outside of git."""
     git = ["git", "-C", str(Path(__file__).parents[3])]
     try:
         head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, check=True)
@@ -139,7 +139,7 @@ def commit() -> str | None:
 
 
 def _lines(value: Any, indent: int = 1) -> str:
-    """JSON with innermost lists and objects on one line each."""
+    """Return JSON with innermost lists and objects on one line each."""
     if not isinstance(value, dict | list):
         return json.dumps(value)
     values = list(value.values()) if isinstance(value, dict) else value

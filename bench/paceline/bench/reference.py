@@ -68,7 +68,7 @@ def rotate(x: Tensor, size: int) -> Tensor:
 
 
 def rotated_rows(matrix: RotatedMatrix, indices: Tensor) -> Tensor:
-    """The weights of some outputs, int64 ``[n]``, not rotated: float32 ``[n, ins]``."""
+    """Return the weights of some outputs, int64 ``[n]``, not rotated: float32 ``[n, ins]``."""
     return rotate(matrix.values[indices].float(), matrix.size) * matrix.scale[indices, None]
 
 
@@ -154,8 +154,8 @@ class ReferenceKernels:
         record_scores(call, call.probes)
 
     def hidden(self, call: AttentionCall, index: int, queries: Tensor, keys: Tensor) -> Tensor:
-        """Mask of the keys that a block's nodes do not see, bool ``[..., nodes, stop]``, which
-        spreads to scores ``[Hkv, group, nodes, stop]``.
+        """Return the mask of the keys that a block's nodes do not see, bool ``[..., nodes, stop]``,
+        which spreads to scores ``[Hkv, group, nodes, stop]``.
 
         Args:
             queries: ``[Hkv, group, nodes, D]``.
@@ -209,13 +209,13 @@ class ReferenceKernels:
             tokens[row] = resampled(scores[row].cpu(), key, position, token, proposal)
 
     def best_candidates(self, logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """Rank by PyTorch, which orders equal scores freely."""
+        """Return the rank by PyTorch, which orders equal scores freely."""
         ids = logits.topk(width).indices  # logs only after it: rounding could make scores equal
         return ids, logits.log_softmax(-1).gather(1, ids)
 
 
 def _hidden(plan: TreePlan, index: int, window: int | None) -> Tensor:
-    """Mask of hidden keys per node, bool ``[nodes, stop]``."""
+    """Return the mask of hidden keys per node, bool ``[nodes, stop]``."""
     block = plan.blocks[index]
     hidden = send(~_seen(block, window), plan.device)
     if plan.ancestors is not None:

@@ -100,8 +100,8 @@ async def serving(
 
 
 def first_cores(count: int) -> list[int]:
-    """The first cores that this process may use. Raises ``ValueError`` if there are fewer than
-    ``count``."""
+    """Return the first cores that this process may use. Raises ``ValueError`` if there are fewer
+    than ``count``."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < count:
         raise ValueError(f"this process may use {len(cores)} cores, expected at least {count}")
@@ -109,7 +109,7 @@ def first_cores(count: int) -> list[int]:
 
 
 def kv_segments(*pids: int) -> list[str]:
-    """The descriptors of KV segments that processes have open or mapped, as files in /proc."""
+    """Return the files in /proc of KV segments that processes have open or mapped."""
     segments = []
     for pid in pids:
         with suppress(FileNotFoundError):  # it has ended
@@ -121,7 +121,7 @@ def kv_segments(*pids: int) -> list[str]:
 
 
 def anonymous_bytes(pid: int) -> int:
-    """Anonymous resident memory of a process, which a leak increases."""
+    """Return anonymous resident memory of a process, which a leak increases."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024

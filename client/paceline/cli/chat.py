@@ -119,8 +119,8 @@ def _converse(chat: Chat, runner: asyncio.Runner) -> None:
 
 
 def _message(terminal: bool) -> str:
-    """The next line, or the lines from one that begins with quotes up to the next quotes. Raises
-    EOFError if the input ends."""
+    """Return the next line, or the lines from one that begins with quotes up to the next quotes.
+    Raises EOFError if the input ends."""
     line = input(">>> " if terminal else "").strip()
     if not line.startswith(QUOTES):
         return line
@@ -213,13 +213,13 @@ class Chat:
                 self._turns.pop()
 
     def _messages(self) -> list[dict[str, str]]:
-        """All messages, the system message first."""
+        """Return all messages, the system message first."""
         system = [{"role": "system", "content": self._system}] if self._system else []
         return [*system, *self._turns]
 
     async def _prompt(self, model: Model, room: int) -> tuple[str, list[int]]:
-        """The prompt of the next answer and its tokens, with room for `room` more, or a quarter of
-        the context. Forgets the oldest turns where the context is too short. Raises
+        """Return the prompt of the next answer and its tokens, with room for `room` more, or a
+        quarter of the context. Forgets the oldest turns where the context is too short. Raises
         InvalidRequestError if the newest message does not fit; or the template refuses the
         messages, or there is none."""
         context, forgotten = model.facts.max_context, 0
@@ -262,7 +262,7 @@ class Chat:
             self.notice(f"({unused})")
 
     def _style(self, drafter: str | None) -> str:
-        """Colour of tokens of a drafter; None: the default one."""
+        """Colour of tokens of a drafter; None for the default one."""
         place = self._drafters.index(drafter) if drafter in self._drafters else 0
         return f"bold {_COLOURS[place % len(_COLOURS)]}"
 

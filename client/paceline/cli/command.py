@@ -48,15 +48,15 @@ def exit_with(code: int, *errors: type[Exception]) -> Iterator[None]:
 
 
 def given_options(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, str]:
-    """The options of a parser in a command line, as they are written there, by the names of their
-    values in parsed arguments."""
+    """Return the options of a parser in a command line, as they are written there, by the names of
+    their values in parsed arguments."""
     known = parser._option_string_actions
     words = (word.partition("=")[0] for word in takewhile("--".__ne__, argv))
     return {known[word].dest: word for word in words if word in known}
 
 
 def added_by(add: Callable[[argparse.ArgumentParser], object]) -> set[str]:
-    """The names of the values in parsed arguments that a function adds options for."""
+    """Return the names of the values in parsed arguments that a function adds options for."""
     parser = argparse.ArgumentParser()
     add(parser)
     return set(vars(parser.parse_args([])))
@@ -81,7 +81,7 @@ def refuse_options(
 
 
 def meant(word: str, known: Iterable[str]) -> str:
-    """A question for the known word that was perhaps meant; empty if none is similar."""
+    """Return a question for the known word that was perhaps meant; empty if none is similar."""
     names = list(known)
     close = [name for name in names if name.startswith(word)] or get_close_matches(word, names, 1)
     return f"; did you mean {close[0]}?" if close else ""
@@ -109,7 +109,7 @@ def expand_config(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[
 def _config_arguments(
     command: str, path: Path, given: set[str], parser: argparse.ArgumentParser
 ) -> Iterator[str]:
-    """Arguments that are in the file and not among those given."""
+    """Yield arguments that are in the file and not among those given."""
     from paceline.service.files import read_text  # with gRPC, which --help does not need
 
     try:
@@ -139,8 +139,8 @@ def _config_arguments(
 def _actions_of(
     command: str, table: str, parser: argparse.ArgumentParser
 ) -> dict[str, argparse.Action]:
-    """Arguments of a command by the keys of one of its tables. Those of `serve` that begin with the
-    table's name have keys without it, as the arguments of the table's own command."""
+    """Return the arguments of a command by the keys of one of its tables. Those of `serve` that
+    begin with the table's name have keys without it, as in the table's own command."""
     groups: dict[str, list[argparse.Action]] = {name: [] for name in TABLES[command]}
     for group in parser._action_groups:
         groups.get(str(group.title), groups[TABLES[command][0]]).extend(group._group_actions)
@@ -164,8 +164,8 @@ def _actions_of(
 def _argument(
     key: str, value: Any, actions: Mapping[str, argparse.Action]
 ) -> tuple[str, list[str]]:
-    """The argument of a key, and its words on the command line, whose values argparse checks.
-    Raises ValueError if there is no such key, or it has a value of another kind."""
+    """Return the argument of a key, and its words on the command line, whose values argparse
+    checks. Raises ValueError if there is no such key, or it has a value of another kind."""
     action = actions.get(key) or actions.get(f"no-{key}")
     if action is None:
         raise ValueError(f"has no key {key!r}{meant(key, actions)}")

@@ -64,11 +64,11 @@ class PromptComparison:
         return len(texts) == 1
 
     def speed(self, drafter: str) -> float:
-        """Mean speed after the first token. Unit: tokens/s."""
+        """Return the mean speed after the first token. Unit: tokens/s."""
         return statistics.mean(map(_speed, self.results[drafter]))
 
     def ratios(self, drafter: str) -> Iterator[float]:
-        """Speed of each run over that of the plain run beside it."""
+        """Yield the speed of each run over that of the plain run beside it."""
         for plain, drafted in zip(self.results["none"], self.results[drafter], strict=True):
             yield _speed(drafted) / _speed(plain)
 
@@ -105,7 +105,7 @@ def _add_measured_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _measured_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of `Client.generate` from those of `_add_measured_arguments`."""
+    """Return the arguments of `Client.generate` from those of `_add_measured_arguments`."""
     return {name: getattr(args, name) for name in MEASURED}
 
 
@@ -266,7 +266,7 @@ class Verdict:
 
 
 def _as_json(rows: Sequence[PromptComparison]) -> dict[str, object]:
-    """The comparison as JSON-ready values; speeds in tokens/s."""
+    """Return the comparison as JSON-ready values; speeds in tokens/s."""
     names = [name for name in rows[0].results if name != "none"]
     return {
         "identical": all(row.identical for row in rows),
@@ -397,7 +397,7 @@ def default_target(console: Console) -> Path:
 
 
 def default_prompts(target: Path) -> Path:
-    """Questions for a model that answers; for the demo target, files that it did not see."""
+    """Return questions for a model that answers; for the demo target, files that it did not see."""
     models = _models()
     if target.resolve() == (models / "demo" / "target").resolve():
         return models / "demo" / "prompts" / "heldout.jsonl"

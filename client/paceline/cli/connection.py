@@ -73,8 +73,8 @@ def add_connection_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def tls_of(args: argparse.Namespace) -> TlsOptions | None:
-    """TLS options from the arguments; None for a plain connection. Raises CommandError if an option
-    of TLS has no effect on it."""
+    """Return TLS options from the arguments; None for a plain connection. Raises CommandError if an
+    option of TLS has no effect on it."""
     if not (args.tls or args.tls_ca or args.tls_cert or args.tls_key):
         refuse_options(args, "without --tls or --tls-ca", ("tls_server_name",))
         return None
@@ -136,8 +136,8 @@ def run_health(args: argparse.Namespace) -> int:
 
 
 def _health(args: argparse.Namespace, address: str, end: float) -> int:
-    """The same for one address, waiting until the time `end` of the monotonic clock, or until
-    `paceline serve` of this machine has ended, or says that it runs nothing there."""
+    """Return the same for one address, waiting until the time `end` of the monotonic clock, or
+    until `paceline serve` of this machine has ended, or says that it runs nothing there."""
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
     from paceline.cli.service_process import FAILURE_FILE

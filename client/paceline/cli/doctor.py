@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine() -> Facts:
-    """The report as JSON-ready values; sizes in bytes.
+    """Return the report as JSON-ready values; sizes in bytes.
 
     `notes` lists what is missing, the effect, and what to do.
     """
@@ -87,7 +87,7 @@ def examine() -> Facts:
 
 
 def _served() -> Facts | None:
-    """What the verifier at the default address of this machine serves; None: none answers."""
+    """Return what the verifier at the default address serves; None if none answers."""
     address = verifier_address()
     token = local_token(address)
     with grpc.insecure_channel(address, NO_PROXY) as channel:
@@ -138,7 +138,7 @@ def _with_torch() -> Facts:
 
 
 def _attention() -> str:
-    """What attends on GPUs."""
+    """Return what attends on GPUs."""
     from paceline.cuda.kernels import cuda_kernels, preferred_backend
 
     try:
@@ -202,7 +202,7 @@ def _as_text(facts: Facts) -> str:
 
 
 def _text(value: Any) -> str:
-    """A value of the report in one line; empty for what is not there."""
+    """Return a value of the report in one line; empty for what is not there."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int) and value >= 1 << 20:

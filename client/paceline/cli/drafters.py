@@ -229,7 +229,7 @@ async def _list(args: argparse.Namespace, call: Call) -> None:
 
 
 async def _local_sources(args: argparse.Namespace) -> list[str]:
-    """What the verifier at the default address guesses by itself; nothing if it does not answer."""
+    """Return the local sources of the verifier at the default address; none without an answer."""
     token, retry = read_token(args.token_file), RetryOptions(budget=0.0)
     try:
         async with Client(verifier_address(), token=token, tls=tls_of(args), retry=retry) as client:
@@ -321,8 +321,8 @@ async def _unload(args: argparse.Namespace, call: Call) -> None:
 
 
 def _absolute(text: str, *, is_path: bool) -> str:
-    """The path of a model's name, the absolute one of a path, or another text as it is. Raises
-    CommandError if the named model has not been fetched."""
+    """Return the path of a model's name, the absolute one of a path, or another text as it is.
+    Raises CommandError if the named model has not been fetched."""
     is_path |= is_model_name(text) or text.startswith("~")
     with exit_with(2, argparse.ArgumentTypeError):
         return os.path.abspath(model_path(text)) if is_path else text
@@ -404,7 +404,7 @@ def show_list(response: drafter_pb2.ListDraftersResponse, args: argparse.Namespa
 
 
 def _as_dict(message: Message) -> dict[str, object]:
-    """Fields by name, JSON-ready: messages and maps as dicts, repeated numbers as lists."""
+    """Return fields by name, JSON-ready: messages and maps as dicts, repeated numbers as lists."""
     fields: dict[str, object] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)

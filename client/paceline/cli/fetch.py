@@ -140,8 +140,8 @@ def _check_space(model: NamedModel, folder: Path) -> None:
 
 
 def _fetched(folder: Path) -> int:
-    """Size of the complete pieces in a folder and of the largest file below it, as there are copies
-    of the next piece. Unit: bytes."""
+    """Return the size of the complete pieces in a folder and of the largest file below it, as there
+    are copies of the next piece. Unit: bytes."""
     complete = part = 0
     for parent, _, names in os.walk(folder):
         for name in names:
@@ -202,7 +202,7 @@ def _join(pieces: Sequence[Path], file: Path) -> str:
 
 
 def _as_folder(file: Path) -> Path:
-    """The model of a GGUF file as a Hugging Face folder in bfloat16, beside the file."""
+    """Return the model of a GGUF file as a Hugging Face folder in bfloat16, beside the file."""
     folder = file.with_suffix("")
     try:
         import torch

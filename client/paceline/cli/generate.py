@@ -112,8 +112,8 @@ def add_generation_arguments(
 
 
 def generation_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """Keyword arguments of `Client.generate` from those of `add_generation_arguments`. Raises
-    OSError if the schema's file cannot be read."""
+    """Return keyword arguments of `Client.generate` from those of `add_generation_arguments`.
+    Raises OSError if the schema's file cannot be read."""
     names = {field.name for field in dataclasses.fields(GenerationOptions)}
     options = {name: value for name, value in vars(args).items() if name in names}
     schema = args.json_schema and read_text(args.json_schema)
@@ -168,7 +168,7 @@ def generated(args: argparse.Namespace, *, show: bool) -> GenerationResult:
 
 
 def new_client(args: argparse.Namespace) -> Client:
-    """A client from the arguments of `add_client_arguments`; raises as `client_of`."""
+    """Return a client from the arguments of `add_client_arguments`; raises as `client_of`."""
     drafting = DraftOptions(timeout=args.draft_timeout, adaptive=not args.draft_always)
     return client_of(args, drafting=drafting)
 
@@ -194,8 +194,8 @@ async def _generate(
 
 
 def _prompt(args: argparse.Namespace) -> str:
-    """The prompt. Raises ValueError if there is none or two, or it is no text; OSError if its file
-    cannot be read."""
+    """Return the prompt. Raises ValueError if there is none or two, or it is no text; OSError if
+    its file cannot be read."""
     if args.prompt is not None and args.file is not None:
         raise ValueError("give either a prompt or --file")
     if args.file is not None:
@@ -213,12 +213,12 @@ def _prompt(args: argparse.Namespace) -> str:
 
 
 def summary(result: GenerationResult) -> str:
-    """Speed, seed and drafting of a generation, in words."""
+    """Return the speed, seed and drafting of a generation, in words."""
     stats = result.stats
     return f"{speed(len(result.token_ids), stats)}, seed {result.seed}. {stats.explain()}"
 
 
 def speed(tokens: int, stats: Stats) -> str:
-    """Tokens, the time of the whole generation, and their ratio."""
+    """Return tokens, the time of the whole generation, and their ratio."""
     seconds = stats.total_ms / 1000
     return f"{tokens} tokens in {seconds:.2f} s ({tokens / seconds if seconds else 0:.1f} tokens/s)"

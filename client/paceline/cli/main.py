@@ -118,7 +118,7 @@ class _Parser(argparse.ArgumentParser):
             self.refuse(unknown)
 
     def options(self) -> set[str]:
-        """Long options of this parser and of its actions."""
+        """Return long options of this parser and of its actions."""
         flags = {flag for flag in self._option_string_actions if flag.startswith("--")}
         for action in self._actions:
             nested = action.choices.values() if isinstance(action.choices, dict) else ()
@@ -242,7 +242,7 @@ def _command_of(argv: Sequence[str]) -> Command | None:
 
 
 def _missing(command: Command | None, module: str) -> str:
-    """What to do about a missing module; empty where that is not known."""
+    """Return what to do about a missing module; empty where that is not known."""
     if module == "paceline.bench":
         return "this command is not in the installed package: run it in a checkout of the source"
     name = module.partition(".")[0]

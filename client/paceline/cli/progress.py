@@ -65,7 +65,7 @@ def waiting(
 
 
 def described(model: Path) -> str:
-    """A model by its path, size and kind."""
+    """Return a model by its path, size and kind."""
     if model.is_file():
         return f"{model} ({size(model.stat().st_size)}, GGUF file)"
     weights = sum(file.stat().st_size for file in model.glob("*.safetensors"))
@@ -73,5 +73,5 @@ def described(model: Path) -> str:
 
 
 def size(count: float) -> str:
-    """A number of bytes in words."""
+    """Return a number of bytes in words."""
     return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"

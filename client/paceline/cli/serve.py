@@ -428,8 +428,8 @@ def _check(args: argparse.Namespace, model: Path) -> None:
 
 
 def _needs_drafter(args: argparse.Namespace, model: Path) -> bool:
-    """Whether a drafter service has something to do: it was asked for, or there is something better
-    than what the verifier guesses by itself. Raises CommandError if a drafter that ships is
+    """Return whether a drafter service has something to do: it was asked for, or there is something
+    better than what the verifier guesses by itself. Raises CommandError if a drafter that ships is
     damaged."""
     if args.drafter == ["none"]:
         return False
@@ -448,7 +448,7 @@ def _at(args: argparse.Namespace, address: str) -> argparse.Namespace:
 
 
 def _of_gateway(args: argparse.Namespace) -> argparse.Namespace:
-    """The arguments of the gateway. It serves with the services' certificate if it has no own."""
+    """Return the gateway's arguments. Without a certificate it serves with the services' one."""
     gateway_args = _at(_shifted(args, 2), args.gateway_address)
     gateway_args.http_tls_cert, gateway_args.http_tls_key = _gateway_tls(args)
     return gateway_args
@@ -464,7 +464,7 @@ def _announcement(
     processes: Sequence[ServiceProcess],
     args: argparse.Namespace,
 ) -> str:
-    """What is served, where, and how to ask it for a first text."""
+    """Return what is served, where, and how to ask it for a first text."""
     services = model.drafter_services if model is not None else ()
     drafters = list(dict.fromkeys(info.name for service in services for info in service.drafters))
     if model is not None and model.local_sources:
@@ -481,7 +481,7 @@ def _announcement(
 
 
 def _request(gateway: ServiceProcess, model: str, args: argparse.Namespace, *, chat: bool) -> str:
-    """A command line that asks the gateway for a text."""
+    """Return a command line that asks the gateway for a text."""
     url, (cert, _) = _url(gateway, args), _gateway_tls(args)
     words = ["curl"] if cert is None else ["curl", "--cacert", str(cert)]
     if url.startswith("unix:"):
@@ -502,7 +502,7 @@ def _request(gateway: ServiceProcess, model: str, args: argparse.Namespace, *, c
 
 
 def _channel(address: str, args: argparse.Namespace) -> grpc.Channel:
-    """A channel to the verifier, which trusts its certificate as the gateway does."""
+    """Return a channel to the verifier, which trusts its certificate as the gateway does."""
     if args.tls_cert is None:
         return grpc.insecure_channel(address, NO_PROXY)
     mutual = args.tls_client_ca is not None
@@ -592,13 +592,13 @@ def _url(process: ServiceProcess, args: argparse.Namespace) -> str:
 
 
 def _common(args: argparse.Namespace, offset: int) -> list[str]:
-    """Arguments that verifier and drafter share; secrets stay in files or the environment."""
+    """Return the arguments of verifier and drafter; secrets stay in files or the environment."""
     names = ("token_file", "max_message_mib", "threads", "log_format", "log_level")
     return [*to_words(_shifted(args, offset), ServerOptions), *words_of(args, names)]
 
 
 def _shifted(args: argparse.Namespace, offset: int) -> argparse.Namespace:
-    """Arguments with a port for metrics that is `offset` above the given one."""
+    """Return arguments with a port for metrics that is `offset` above the given one."""
     host, colon, port = (args.metrics_address or "").rpartition(":")
     if not (port.isdecimal() and int(port)):
         return args

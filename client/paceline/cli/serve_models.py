@@ -259,8 +259,8 @@ async def serve_models(
 def memory_for(
     args: argparse.Namespace, count: int
 ) -> tuple[float, Callable[[ServedModel], float], Callable[[float], str]]:
-    """The memory for loaded models, what one of them takes at most, and how to write both: shares
-    of a GPU, or bytes of main memory.
+    """Return the memory for loaded models, what one of them takes at most, and how to write both:
+    shares of a GPU, or bytes of main memory.
 
     KV takes half of the main memory, of which each model gets an equal part; if there are many,
     such that `_MAX_BESIDE` of them have room. That is `args.kv_bytes`, if it is not given.

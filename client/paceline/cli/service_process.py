@@ -200,7 +200,7 @@ def run_async(work: Coroutine[Any, Any, T]) -> T:
 
 
 def new_runner() -> asyncio.Runner:
-    """A runner with uvloop's event loop, or with asyncio's where uvloop is not installed."""
+    """Return a runner with uvloop's event loop, or with asyncio's where uvloop is not installed."""
     if find_spec("uvloop") is None:
         return asyncio.Runner()
     import uvloop

@@ -142,9 +142,9 @@ def add_drafter_arguments(parser: argparse.ArgumentParser) -> None:
 def load_arguments(
     specs: Iterable[str], model: Path, weights: str, lora: Path | None = None
 ) -> list[str]:
-    """Arguments of `paceline drafter` that load drafters as of `--load`; if there are none, what
-    suits a verifier with this target, `--weights` and `--lora`. A drafter that reads a target and
-    names neither folder nor target, as `mtp` can, reads this one."""
+    """Return the arguments of `paceline drafter` that load drafters as of `--load`; if there are
+    none, what suits a verifier with this target, `--weights` and `--lora`. A drafter that reads a
+    target and names neither folder nor target, as `mtp` can, reads this one."""
     loads = [f"--load={_with_target(spec, model, lora)}" for spec in specs]
     adapter = [f"--target-lora={lora}"] if lora else []
     return loads or [f"--target={model}", f"--target-weights={weights}", *adapter]
@@ -282,9 +282,9 @@ def add_gateway_options(group: argparse._ArgumentGroup, without: Collection[str]
 
 
 def gateway_options(args: argparse.Namespace) -> GatewayOptions:
-    """The options in the arguments of `add_gateway_options`. Raises OptionsError if
-    they contradict each other, or the key cannot be read; OSError, ValueError: the template
-    cannot be."""
+    """Return the options in the arguments of `add_gateway_options`. Raises OptionsError if they
+    contradict each other, or the key cannot be read; OSError, ValueError: the template cannot
+    be."""
     from paceline.gateway import GatewayOptions
 
     template = args.chat_template

@@ -49,7 +49,7 @@ def _on_a_thread(function: Callable[P, R]) -> Callable[P, R]:
 def drafters_for(
     target: Path, device: str = "cpu", weights: str = "auto", lora: Path | None = None
 ) -> list[str]:
-    """What to load for a target: the drafters trained for it, its own heads (`mtp`), and `ngram`.
+    """Return drafters for a target: those trained for it, its own heads (`mtp`), and `ngram`.
 
     A CPU runs trained drafters in 8 or 4 bits. Without any, the :func:`smaller_model` as `lm` if
     there is one, and `ngram`. Without both, `ngram`, and on a CPU `selfspec` in 4 bits: on a GPU
@@ -115,8 +115,8 @@ def drafters_for(
 def only_looks_up(
     target: Path, *, on_gpu: bool, weights: str = "auto", lora: Path | None = None
 ) -> bool:
-    """Whether the best of :func:`drafters_for` is look-up, none was trained for the target, and it
-    has no heads of its own and no smaller model: then a verifier with local sources needs no
+    """Return whether the best of :func:`drafters_for` is look-up, none was trained for the target,
+    and it has no heads of its own and no smaller model: then a verifier with local sources needs no
     drafter service.
 
     Arguments are as there; ``on_gpu``: the machine has a GPU.
@@ -134,8 +134,8 @@ def only_looks_up(
 
 @_on_a_thread
 def smaller_model(target: Path, lora: Path | None = None) -> Path | None:
-    """The model that :func:`drafters_for` loads as `lm`, or None: the largest one beside the target
-    with the same tokenizer and at most half its size, if no drafter was trained for the target.
+    """Return the model to load as `lm`: the largest one beside the target with the same tokenizer
+    and at most half its size; None if there is none, or a drafter was trained for the target.
 
     A target below `_MIN_TARGET` has none. Another format of the target is none either. What does
     not fit is logged at debug level.
@@ -158,8 +158,8 @@ def smaller_model(target: Path, lora: Path | None = None) -> Path | None:
 
 
 def _smaller_bytes(path: Path, target: ModelSource) -> int:
-    """The size of a model's weights, in bytes. Raises ValueError if it does not draft for a target,
-    and what reading it raises."""
+    """Return the size of a model's weights, in bytes. Raises ValueError if it does not draft for a
+    target, and what reading it raises."""
     from paceline.convert import open_model
     from paceline.convert.folder_files import part_paths
     from paceline.convert.model_source import code_digest, file_facts
@@ -204,7 +204,7 @@ def models_folder() -> Path | None:
 
 
 def _accepted_length(folder: Path) -> float:
-    """The accepted length of a drafter on held-out texts, as training noted it; 0: it did not."""
+    """Return the accepted length of a drafter on held-out texts; 0 if training did not note it."""
     described = json.loads((folder / "config.json").read_text())
     training = described.get("paceline", {}).get("training", {})
     return float(training.get("accepted_length", 0.0))
@@ -215,7 +215,7 @@ def _has_trained(target: Path, model: ModelSource) -> bool:
 
 
 def _has_heads(model: ModelSource) -> bool:
-    """Whether a target's own files have heads for multi-token prediction that can be read."""
+    """Return whether a target's own files have readable heads for multi-token prediction."""
     from paceline.convert.mtp import read_heads
     from paceline.decoder import UnsupportedModelError
 
@@ -227,7 +227,7 @@ def _has_heads(model: ModelSource) -> bool:
 
 
 def _fitting(target: Path, model: ModelSource) -> Iterator[tuple[type[Drafter], Path]]:
-    """Methods and folders of drafters that fit the target, in `models` and beside it.
+    """Yield methods and folders of drafters that fit the target, in `models` and beside it.
 
     A folder has the name of its method; variants with other names are loaded explicitly. The format
     of the target does not matter. What takes time, digests of weights and tokenizer, is read only

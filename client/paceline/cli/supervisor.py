@@ -47,7 +47,7 @@ class Restarted:
         self._unready = 0
 
     def delay(self, uptime: float) -> float:
-        """The delay after a failure with this uptime: it doubles. Unit: seconds."""
+        """Return the delay after a failure with this uptime: it doubles. Unit: seconds."""
         delay = _FIRST_DELAY if uptime >= _STEADY else self._next_delay
         self._next_delay = min(2 * delay, _MAX_DELAY)
         return delay
@@ -137,7 +137,7 @@ class Supervisor:
         return not self._signals
 
     def _starting(self) -> str:
-        """What does not answer yet, and what it is busy with."""
+        """Return what does not answer yet, and what it is busy with."""
         pending = [
             f"{process.kind} {process.phase}"
             for process in self._processes

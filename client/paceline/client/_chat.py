@@ -46,7 +46,7 @@ def checked_messages(messages: object) -> list[dict[str, Any]]:
 
 
 def _texts(message: Mapping[str, Any]) -> list[Any]:
-    """What must be texts in a message: its role and its content, which calls may replace."""
+    """Return what must be texts in a message: its role and its content, which calls may replace."""
     content = message.get("content")
     if content is None and message.get("tool_calls"):
         return [message["role"]]
@@ -84,7 +84,7 @@ def render_chat(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
 ) -> Prompt:
-    """The prompt of a conversation, with its special tokens as text, for `Model.encode_rendered`.
+    """Return a conversation's prompt, with special tokens as text, for `Model.encode_rendered`.
 
     It is that of transformers' `apply_chat_template`. What the template does not show becomes text
     in the form of the Hermes models: tools, calls, their results. Role "developer" is the same as
@@ -130,7 +130,7 @@ def _refused(why: str, param: str = "messages") -> InvalidRequestError:
 
 
 def _special_tokens(model: Model) -> dict[str, str]:
-    """Variables of a template. A verifier that serves no tokenizer's names has two of them."""
+    """Return variables of a template. If a verifier serves no tokenizer's names, there are two."""
     facts, codec = model.facts, model.codec
     if facts.special_tokens:
         return dict(facts.special_tokens)
@@ -181,7 +181,7 @@ class TemplateProcess:
         return Prompt(response["text"], response["changes"])
 
     def _answer(self, request: bytes) -> dict[str, str] | None:
-        """The response to a request; None: the process has ended."""
+        """Return the response to a request; None if the process has ended."""
         process = self._running()
         assert process.stdin is not None
         assert process.stdout is not None

@@ -171,7 +171,7 @@ class Client:
         return generation
 
     async def model(self) -> Model:
-        """The model of the verifiers, and its tokenizer."""
+        """Return the model of the verifiers, and its tokenizer."""
         self._state.check_open()
         return await self._state.fleet.model()
 
@@ -200,12 +200,12 @@ class Client:
         self._state.fleet.verifiers.set(self._addresses(addresses))
 
     def verifiers(self) -> tuple[VerifierStatus, ...]:
-        """State of each verifier, as far as known: it is requested when generations start."""
+        """Return the known state of each verifier: it is requested when generations start."""
         return tuple(member.status() for member in self._state.fleet.verifiers.members)
 
     async def drafters(self) -> tuple[str, ...]:
-        """Names of drafters that have joined the verifiers, the default one first, and `local`
-        where these guess by themselves. Raises UnavailableError if no verifier can be reached."""
+        """Return the names of joined drafters, the default one first, and `local` where verifiers
+        guess by themselves. Raises UnavailableError if no verifier can be reached."""
         self._state.check_open()
         return await self._state.fleet.drafters()
 
@@ -258,24 +258,24 @@ class SyncClient:
 
     @takes(GenerationOptions)
     def generate(self, prompt: str | Sequence[int], **options: Any) -> GenerationResult:
-        """The result of `Client.generate`."""
+        """Return the result of `Client.generate`."""
         generation = self._client.generate(prompt, **options)
         return self._wait_for(lambda: generation)
 
     @takes(GenerationOptions)
     def stream(self, prompt: str | Sequence[int], **options: Any) -> Iterator[Chunk]:
-        """The chunks of `Client.generate`. Leaving the loop early releases the cache."""
+        """Return the chunks of `Client.generate`. Leaving the loop early releases the cache."""
         return self._chunks(self._client.generate(prompt, **options))
 
     @takes(ChatOptions)
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> GenerationResult:
-        """The result of `Client.chat`."""
+        """Return the result of `Client.chat`."""
         generation = self._client.chat(messages, **options)
         return self._wait_for(lambda: generation)
 
     @takes(ChatOptions)
     def stream_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Iterator[Chunk]:
-        """The chunks of `Client.chat`. Leaving the loop early releases the cache."""
+        """Return the chunks of `Client.chat`. Leaving the loop early releases the cache."""
         return self._chunks(self._client.chat(messages, **options))
 
     def model(self) -> Model:
@@ -321,7 +321,7 @@ class SyncClient:
                 self._wait_for(chunks.aclose)
 
     def _wait_for(self, call: Callable[[], Awaitable[T]]) -> T:
-        """The result of a call in the event loop."""
+        """Return the result of a call in the event loop."""
 
         async def work() -> T:
             return await call()

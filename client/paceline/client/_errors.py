@@ -105,7 +105,7 @@ _BY_CODE: dict[grpc.StatusCode, type[PacelineError]] = {
 def from_rpc_error(
     error: grpc.aio.AioRpcError, kind: str = "service", address: str = ""
 ) -> PacelineError:
-    """The exception of a failed call, with the content of its ErrorInfo and RetryInfo.
+    """Return the exception of a failed call, with the content of its ErrorInfo and RetryInfo.
 
     `kind` is what was called: "verifier" or "drafter".
     """
@@ -139,7 +139,7 @@ def from_rpc_error(
 def _details(
     error: grpc.aio.AioRpcError,
 ) -> tuple[error_details_pb2.ErrorInfo | None, float | None]:
-    """ErrorInfo and retry delay in seconds, each None if the error has none."""
+    """Return ErrorInfo and retry delay in seconds, each None if the error has none."""
     info, retry_after = None, None
     status: Any = None
     with suppress(DecodeError, ValueError):  # A proxy may send other content.

@@ -627,7 +627,7 @@ def _refuse(message: str) -> NoReturn:
 
 @lru_cache(maxsize=1)
 def _environment() -> ImmutableSandboxedEnvironment:
-    """The environment of transformers: a sandbox with its settings, tags, filters and globals."""
+    """Return transformers' environment: a sandbox with its settings, tags, filters and globals."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )

@@ -88,14 +88,14 @@ class TextCodec:
         return f"<TextCodec of {self._tokenizer.get_vocab_size()} tokens>"
 
     def encode(self, text: str, bos_token_id: int | None = None) -> list[int]:
-        """Token ids of a prompt, with the special tokens that the tokenizer adds."""
+        """Return token ids of a prompt, with the special tokens that the tokenizer adds."""
         tokens = self._ids(text)
         if bos_token_id is not None and tokens[:1] != [bos_token_id]:
             tokens.insert(0, bos_token_id)
         return tokens
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Token ids of a chat template's output, which contains its special tokens."""
+        """Return token ids of a chat template's output, which contains its special tokens."""
         return self._ids(text, add_special_tokens=False)
 
     def _ids(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -114,30 +114,30 @@ class TextCodec:
         return ids
 
     def decode(self, tokens: list[int]) -> str:
-        """Text of tokens, without special ones."""
+        """Return the text of tokens, without special ones."""
         text: str = self._tokenizer.decode(tokens)
         return text
 
     def is_silent(self, token: int) -> bool:
-        """Whether decoding skips the token: it is special, or beyond the vocabulary."""
+        """Return whether decoding skips the token: it is special, or beyond the vocabulary."""
         return token in self._special or self._tokenizer.id_to_token(token) is None
 
     def special_ids(self, names: Iterable[str]) -> frozenset[int]:
-        """Ids of the special tokens with these names; others have none."""
+        """Return the ids of the special tokens with these names; others have none."""
         ids = (self._tokenizer.token_to_id(name) for name in names)
         return self._special.intersection(ids)
 
     def added_id(self, name: str) -> int | None:
-        """Id of the token with this name that was added to the vocabulary, special or not."""
+        """Return the id of an added token, special or not, by its name; None if there is none."""
         token = self._tokenizer.token_to_id(name)
         return token if token in self._added else None
 
     def is_raw_byte(self, token: int) -> bool:
-        """Whether the token is one byte, decoded together with its neighbours."""
+        """Return whether the token is one byte, decoded together with its neighbours."""
         return token in self._raw_bytes
 
     def token_bytes(self, token: int) -> bytes:
-        """Bytes of one token, the name of a special one; empty beyond the vocabulary.
+        """Return the bytes of one token, the name of a special one; empty beyond the vocabulary.
 
         The joined bytes of consecutive tokens are the text, except for what a decoder strips off
         its start. The bytes of one token may be part of a character.
@@ -226,13 +226,13 @@ class Detokenizer:
         return piece
 
     def flush(self) -> str:
-        """The buffered text, when no token follows."""
+        """Return the buffered text, when no token follows."""
         piece = self._fresh_text()[self._released :]
         self._released += len(piece)
         return piece
 
     def _end_piece(self) -> str:
-        """The buffered text, which later tokens no longer change."""
+        """Return the buffered text, which later tokens no longer change."""
         piece = self.flush()
         if self._fresh:
             self._context, self._fresh = self._fresh, []
@@ -272,7 +272,7 @@ class TokenizerCache:
         self._folder = folder
 
     def find(self, digest: str) -> TextCodec | None:
-        """The codec if it is cached. Reads and parses files: call it in a thread."""
+        """Return the codec if it is cached. Reads and parses files: call it in a thread."""
         codec = _loaded.get(digest)
         if codec is None and self._folder is not None and digest:
             try:
@@ -319,7 +319,7 @@ def _unpacked(packed: bytes) -> bytes:
 
 
 def _codec_of(content: bytes) -> TextCodec:
-    """The codec of a tokenizer.json. Raises PreconditionError if it is none."""
+    """Return the codec of a tokenizer.json. Raises PreconditionError if it is none."""
     try:
         return TextCodec(content)
     except BaseException as error:
@@ -329,7 +329,7 @@ def _codec_of(content: bytes) -> TextCodec:
 
 
 def _is_panic(error: BaseException) -> bool:
-    """Whether it is a failure inside the tokenizers library, which is no `Exception`."""
+    """Return whether it is a failure inside the tokenizers library, which is no `Exception`."""
     return type(error).__module__ == "pyo3_runtime"
 
 
@@ -343,8 +343,8 @@ def _write_atomically(path: Path, content: bytes) -> None:
 
 
 def drafters_of(facts: verifier_pb2.GetModelResponse) -> list[str]:
-    """Names of drafters of the services that have joined a verifier, its default one first, and
-    ``local`` if it guesses by itself: first where the default one would only look up too."""
+    """Return names of drafters that have joined a verifier, its default one first, and ``local`` if
+    it guesses by itself: first where the default one would only look up too."""
     default, names = [], list[str]()
     for service in facts.drafter_services:
         first = service.default_drafter
@@ -375,21 +375,21 @@ class Model:
         return tuple(dict.fromkeys(drafters_of(self.facts)))
 
     async def encode(self, prompt: str) -> list[int]:
-        """Token ids of a text prompt, those that the tokenizer itself gives. Raises
+        """Return token ids of a text prompt, those that the tokenizer itself gives. Raises
         InvalidRequestError without a tokenizer."""
         return await _unblocked(self.tokens, prompt)
 
     async def encode_rendered(self, prompt: str) -> list[int]:
-        """Token ids of a chat template's output, which contains its special tokens."""
+        """Return token ids of a chat template's output, which contains its special tokens."""
         return await _unblocked(self.tokens_of_rendered, prompt)
 
     def tokens(self, prompt: str) -> list[int]:
-        """The synchronous form of `encode`, for threads: it takes long for a long prompt."""
+        """Return the synchronous form of `encode`, for threads: it takes long for a long prompt."""
         bos = self.facts.bos_token_id if self.facts.HasField("bos_token_id") else None
         return self._tokenizer.encode(prompt, bos)
 
     def tokens_of_rendered(self, prompt: str) -> list[int]:
-        """The synchronous form of `encode_rendered`, for threads."""
+        """Return the synchronous form of `encode_rendered`, for threads."""
         return self._tokenizer.encode_rendered(prompt)
 
     @property
@@ -402,7 +402,7 @@ class Model:
 
 
 async def _unblocked(encode: Callable[[str], list[int]], prompt: str) -> list[int]:
-    """Tokens of a prompt, in a thread if it is long."""
+    """Return the tokens of a prompt, in a thread if it is long."""
     if len(prompt) > _LONG_PROMPT:
         return await asyncio.to_thread(encode, prompt)
     return encode(prompt)
@@ -574,7 +574,7 @@ class StopMatcher:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """The buffered text, when the generation has ended."""
+        """Return the buffered text, when the generation has ended."""
         text, self._buffer = self._buffer, ""
         return text
 
@@ -590,7 +590,7 @@ def undecided(text: str, marks: Sequence[str]) -> int:
 def prompt_logprobs(
     prompt: Sequence[int], created: verifier_pb2.CacheCreated, codec: TextCodec | None
 ) -> list[TokenLogprob]:
-    """Log-probabilities of the tokens of a prompt but the first."""
+    """Return the log-probabilities of the tokens of a prompt but the first."""
     return _entries(prompt[1:], created.prompt_logprobs, created.top_prompt_logprobs, codec)
 
 

@@ -98,7 +98,7 @@ class Place:
         return self._client
 
     async def read(self, request: web.Request) -> bytes:
-        """The body. Raises ApiError if it is too slow, or there is no memory for it now; and
+        """Return the body. Raises ApiError if it is too slow, or there is no memory for it now; and
         web.HTTPException: it is too long."""
         max_bytes = request.client_max_size
         if (request.content_length or 0) > max_bytes:
@@ -114,7 +114,7 @@ class Place:
         return bytes(content)
 
     async def work(self, function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-        """The result of a function that runs in a thread, so that the streams of others go on.
+        """Return the result of a function that runs in a thread, so that other streams go on.
 
         If the caller is cancelled, it is not called, or its result is dropped.
         """
@@ -123,7 +123,7 @@ class Place:
         )
 
     async def verifier(self, answer: Awaitable[T]) -> T:
-        """What a verifier answers. Raises ApiError if it does not in time, or the gateway
+        """Return what a verifier answers. Raises ApiError if it does not in time, or the gateway
         drains."""
         async with self._admission.waiting(VERIFIER_SECONDS):
             return await answer
@@ -243,7 +243,7 @@ class Admission:
             self._waiting.discard(wait)
 
     async def work(self, long: bool, function: Callable[[], T]) -> T:
-        """The result of a function that runs in a thread for long or for short requests."""
+        """Return the result of a function that runs in a thread for long or for short requests."""
         pool = self._long if long else self._short
         return await asyncio.get_running_loop().run_in_executor(pool, function)
 

@@ -74,7 +74,7 @@ def answer_grammar(
     thought: str = "",
     budget: int | None = None,
 ) -> str:
-    """The grammar of an answer; empty: it needs none beside its constraint.
+    """Return the grammar of an answer; empty if it needs none beside its constraint.
 
     Where tools may be called ("auto"), calls fit their schemas in each form that the model's marks
     tell, and `constraint`, a JSON schema or a regular expression, binds the answer that is no call.
@@ -127,7 +127,7 @@ class _Grammar:
         }
 
     def in_marks(self, answer: str) -> str:
-        """The first rule of texts whose thoughts and calls are between marks."""
+        """Return the first rule of texts whose thoughts and calls are between marks."""
         before = self._thoughts()
         self._rule("white", r"/\s*/")
         opened = [] if self._thought else [mark for mark in self.thoughts if mark in self.ids]
@@ -157,7 +157,7 @@ class _Grammar:
         return f"start: {before} (upto ({bodies}))* rest"
 
     def in_channels(self, answer: str) -> str:
-        """The first rule of texts in channels (the harmony format)."""
+        """Return the first rule of texts in channels (the harmony format)."""
         ends = ("<|end|>", "<|return|>", "<|call|>")
         channel, message = self._token("<|channel|>"), self._token("<|message|>")
         form = f"(/ ?/ {self._token('<|constrain|>')} /\\w+/)?"
@@ -188,7 +188,7 @@ class _Grammar:
         return mark in self._prompt or any(mark.startswith(start) for start in self.ids)
 
     def _token(self, *marks: str) -> str:
-        """One of these tokens."""
+        """Return one of these tokens."""
         return f"<[{','.join(str(self.ids[mark]) for mark in marks)}]>"
 
     def _besides(self, *marks: str) -> str:
@@ -197,14 +197,14 @@ class _Grammar:
         return f"<[^{','.join(map(str, [*left_out, *self._eos]))}]>"
 
     def _mark(self, mark: str) -> str:
-        """A mark: its token, and the text behind that, or all as text."""
+        """Return a mark: its token, and the text behind that, or all as text."""
         token = max((start for start in self.ids if mark.startswith(start)), key=len, default="")
         parts = [self._token(token)] if token else []
         parts += [json.dumps(mark.removeprefix(token))] if mark != token else []
         return " ".join(parts)
 
     def _thoughts(self) -> str:
-        """A reference to the thoughts before an answer; empty: there may be none."""
+        """Return a reference to the thoughts before an answer; empty if there may be none."""
         forms = []
         for start, end in self.thoughts.items():
             rest = f"{self._limited(self._besides(end))} {self._mark(end)}"
@@ -232,7 +232,7 @@ class _Grammar:
         return f"{self._mark(mark)} {self._body(mark)}"
 
     def _body(self, mark: str) -> str:
-        """What follows a mark of calls, with the mark that ends it, which some models leave out."""
+        """Return what follows a mark of calls, with its end mark, which some models leave out."""
         if mark == "<function=":  # models that leave out the tag before it write the one behind
             return f"{self._functions('')} (white {self._mark(BLOCKS['<tool_call>'])})?"
         forms = [self._objects()]
@@ -247,8 +247,8 @@ class _Grammar:
         return f"white ({body}{pairs})"
 
     def _rule(self, name: str, body: str) -> str:
-        """The name of a rule, which is added once. Raises GrammarTooLong: there is no room for it,
-        which ends a grammar that would have a copy of a long schema for each of its properties."""
+        """Return the name of a rule, which is added once. Raises GrammarTooLong if there is no
+        room, as for a grammar that would copy a long schema for each of its properties."""
         rule = f"{name}: {body}"
         if rule not in self.rules:
             self._room -= len(rule)
@@ -258,7 +258,7 @@ class _Grammar:
         return name
 
     def _arguments(self, index: int, name: str) -> str:
-        """JSON that fits the schema of a tool."""
+        """Return JSON that fits the schema of a tool."""
         return self._rule(f"arguments{index}", f"%json {json.dumps(self._schema(name))}")
 
     def _schema(self, name: str) -> dict[str, Any]:
@@ -291,7 +291,7 @@ class _Grammar:
         return self._rule("objects", rf"{call} (/[\s,;]+/ {call})*")
 
     def _named(self) -> str:
-        """A name and JSON."""
+        """Return a name and JSON."""
         ids, arguments = self._mark("[CALL_ID]"), self._mark("[ARGS]")
         calls = [
             rf"/{_in_pattern(name)}/ ({ids} /\w+/)? {arguments}? {self._arguments(index, name)}"
@@ -300,7 +300,7 @@ class _Grammar:
         return self._rule("named", " | ".join(calls))
 
     def _functions(self, begin: str) -> str:
-        """Arguments in tags, or JSON, behind the name of a function."""
+        """Return arguments in tags, or JSON, behind the name of a function."""
         calls = []
         for index, name in enumerate(sorted(self._use.names)):
             end = self._mark("</function>")
@@ -310,7 +310,7 @@ class _Grammar:
         return self._rule(f"functions{len(begin)}", " | ".join(calls))
 
     def _pairs(self) -> str:
-        """A name, and tags for keys and values."""
+        """Return a name, and tags for keys and values."""
         marks = map(self._mark, ("<arg_key>", "</arg_key>", "<arg_value>"))
         begin, end, value = marks
         calls = [
@@ -321,7 +321,7 @@ class _Grammar:
         return self._rule("pairs", " | ".join(calls))
 
     def _tags(self, name: str, begin: str, end: str) -> str:
-        """The arguments of a tool, each behind `begin` with its name and before `end`."""
+        """Return the arguments of a tool, each behind `begin` with its name and before `end`."""
         schema = self._schema(name)
         named, required = schema.get("properties"), schema.get("required")
         required = required if isinstance(required, list) else []
@@ -342,8 +342,8 @@ class _Grammar:
 
 
 def _guided(schema: dict[str, Any]) -> dict[str, Any]:
-    """A schema as the grammar library reads it: without what it cannot read. What it does not
-    support, or what is malformed, is not enforced: a call with such a schema is a call too."""
+    """Return a schema as the grammar library reads it: without what it cannot read. What it does
+    not support, or what is malformed, is not enforced: a call with such a schema is a call too."""
     copied: dict[str, Any] = json.loads(without_annotations(json.dumps(schema)))
     for part in list(schemas(copied)):
         pattern, reference = part.get("pattern"), part.get("$ref")
@@ -362,13 +362,13 @@ def _guided(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _leads(root: dict[str, Any], reference: object) -> bool:
-    """Whether a reference is one to a schema within the root."""
+    """Return whether a reference is one to a schema within the root."""
     local = isinstance(reference, str) and reference.startswith("#")
     return local and _is_schema(value_at(root, str(reference)[1:]))
 
 
 def _is_plain(pattern: str) -> bool:
-    """Whether a pattern has none of the forms that grammars lack."""
+    """Return whether a pattern has none of the forms that grammars lack."""
     try:
         re.compile(pattern)
     except (re.error, RecursionError, OverflowError):
@@ -377,7 +377,7 @@ def _is_plain(pattern: str) -> bool:
 
 
 def _answer(constraint: dict[str, Any]) -> str:
-    """A JSON schema or a regular expression in Lark's notation."""
+    """Return a JSON schema or a regular expression in Lark's notation."""
     if pattern := constraint.get("regex"):
         escaped = re.sub(r"(\\.)|/", lambda match: match[1] or r"\/", pattern, flags=re.DOTALL)
         return f"/{escaped}/".replace("\n", r"\n")

@@ -61,7 +61,7 @@ class Body(BaseModel):
         return {name: _with_integers(value) for name, value in present(fields).items()}
 
     def unknown(self, path: str = "") -> Iterator[str]:
-        """Paths of fields that are ignored: the schema does not have them."""
+        """Yield the paths of fields that are ignored: the schema does not have them."""
         yield from (f"{path}{name}" for name in self.model_extra or ())
         for name in type(self).model_fields:
             value = getattr(self, name)
@@ -75,7 +75,7 @@ def present(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_integers(value: Any) -> Any:
-    """A value, or a list of them, where floats without a fraction are integers."""
+    """Return a value, or a list of them, where floats without a fraction are integers."""
     if type(value) is float and value.is_integer():
         return int(value)
     if isinstance(value, list) and not {float, list}.isdisjoint(map(type, value)):
@@ -89,7 +89,7 @@ AnyBody = TypeVar("AnyBody", bound=Body)
 def parse_request(
     content: bytes, kind: type[AnyBody], *, strict: bool
 ) -> tuple[AnyBody, list[str]]:
-    """A validated request, and the paths of its fields that are unknown and ignored.
+    """Return a validated request, and the paths of its fields that are unknown and ignored.
 
     Takes long for long requests: call it in a thread. Raises ApiError if the content is not a
     request of this kind, or if `strict`, it has an unknown field.
@@ -107,9 +107,9 @@ def parse_request(
 
 
 def _parsed(content: bytes) -> Any:
-    """JSON without what Python reads beyond it, since answers repeat parts of requests. Raises
-    ValueError if it is not that; and ApiError if it has too many values, is nested too deep, or has
-    texts that UTF-8 cannot encode."""
+    """Return JSON without what Python reads beyond it, since answers repeat parts of requests.
+    Raises ValueError if it is not that; and ApiError if it has too many values, is nested too deep,
+    or has texts that UTF-8 cannot encode."""
     _check_shape(content)
     text = content.decode(json.detect_encoding(content))  # json.loads takes halves of pairs
     value = json.loads(text, parse_constant=_no_number, parse_float=_finite)

@@ -32,7 +32,7 @@ _RECIPIENT = re.compile(r"\bto=(\S+?)(?=\s|<\||$)")
 
 
 def marks_of(codec: TextCodec | None, use: ToolUse) -> frozenset[str]:
-    """The special tokens that the texts of a model must have, so that their parts can be read."""
+    """Return the special tokens that texts of a model must have for their parts to be read."""
     if codec is None:
         return frozenset()
     wanted = CHANNEL_MARKS | THOUGHT_MARKS | (CALL_MARKS if use.mode == "auto" else frozenset())
@@ -41,8 +41,8 @@ def marks_of(codec: TextCodec | None, use: ToolUse) -> frozenset[str]:
 
 
 def parser_of(use: ToolUse, marks: frozenset[str], thought: str = "") -> AnswerParser:
-    """A parser of one text. `thought` is the mark that ends the thought in which the text begins;
-    empty: it begins in none."""
+    """Return a parser of one text. `thought` is the mark that ends the thought in which the text
+    begins; empty if it begins in none."""
     return ChannelParser(use, marks) if _BODY in marks else CallParser(use, marks, thought)
 
 
@@ -66,7 +66,7 @@ class Answer:
         return sum(bisect_right(places, at) % 2 for at in begins)
 
     def push(self, chunks: Sequence[Chunk]) -> list[Part]:
-        """The parts that became final with more chunks, in order."""
+        """Return the parts that became final with more chunks, in order."""
         self._pieces += [len(piece) for chunk in chunks for piece in chunk.pieces]
         return self._parser.push("".join(chunk.text for chunk in chunks))
 
@@ -98,7 +98,7 @@ class ChannelParser:
         return self._answer.calls
 
     def push(self, text: str) -> list[Part]:
-        """The parts that became final with more text, in order."""
+        """Return the parts that became final with more text, in order."""
         self._left += text
         self._length += len(text)
         return list(self._read())

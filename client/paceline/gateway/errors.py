@@ -60,7 +60,7 @@ def bad_request(message: str, param: str | None, code: str | None = None) -> Api
 
 
 def from_validation(error: ValidationError) -> ApiError:
-    """All errors of the first invalid field of a request."""
+    """Return all errors of the first invalid field of a request."""
     errors = _meant(error.errors(include_url=False, include_input=False, include_context=False))
     path = _path(errors[0]["loc"])
     # A field of several types has an error for each of them.
@@ -104,7 +104,7 @@ def _indices(words: tuple[int | str, ...]) -> list[int]:
 
 
 def _path(words: tuple[int | str, ...]) -> str:
-    """The field's path, without the types that pydantic tried."""
+    """Return the field's path, without the types that pydantic tried."""
     names = [str(word) for word in words if not _is_type(word)]
     if names[:1] == ["response_format"]:  # whose kind is a part of pydantic's path
         del names[1:2]
@@ -112,14 +112,14 @@ def _path(words: tuple[int | str, ...]) -> str:
 
 
 def _is_type(word: int | str) -> bool:
-    """Whether a part of a path is a type that pydantic tried. No field has a capital letter."""
+    """Return whether a part of a path is a type that pydantic tried: fields have no capitals."""
     if not isinstance(word, str):
         return False
     return word in ("str", "constrained-str") or "[" in word or word[:1].isupper()
 
 
 def from_error(error: Exception) -> ApiError:
-    """The response to a failed generation. Logs internal errors."""
+    """Return the response to a failed generation. Logs internal errors."""
     if isinstance(error, ApiError):
         return error
     if not isinstance(error, PacelineError):
@@ -144,7 +144,7 @@ def from_error(error: Exception) -> ApiError:
 
 
 def from_http(error: web.HTTPException) -> ApiError:
-    """The response to an unknown path, a wrong method or a body that is too long."""
+    """Return the response to an unknown path, a wrong method or a body that is too long."""
     if isinstance(error, web.HTTPRequestEntityTooLarge):
         message, code = "the request is longer than --max-body", "request_too_large"
     elif isinstance(error, web.HTTPNotFound):

@@ -116,9 +116,9 @@ class JobBuilder:
             await asyncio.to_thread(process.close)
 
     async def name(self, asked: str | None, place: Place) -> str:
-        """The name of a served model, of the first one where a request has none. Raises ApiError if
-        there is none of the request's name, unless that is of a model which only its vendor runs:
-        it stands for the first one."""
+        """Return the name of a served model, of the first one where a request has none. Raises
+        ApiError if there is none of the request's name, unless that is of a model which only its
+        vendor runs: it stands for the first one."""
         names = await place.verifier(self._models.names())
         if asked and asked not in names:
             if _HOSTED.match(asked) and not self._options.strict:
@@ -133,8 +133,8 @@ class JobBuilder:
         return asked or names[0]
 
     async def model(self, asked: str | None, place: Place) -> tuple[str, Model]:
-        """The model of a request, which `place` holds, and its name. Raises ApiError if there is
-        none of this name, or it cannot be loaded."""
+        """Return the model of a request, which `place` holds, and its name. Raises ApiError if
+        there is none of this name, or it cannot be loaded."""
         name = await self.name(asked, place)
         await place.loaded(self._models.acquire(name, place.held))
         model = self.served[name] = await place.verifier(place.client.model())
@@ -154,7 +154,7 @@ class JobBuilder:
         return _named(name, body, job)
 
     async def count(self, body: ChatRequest, place: Place) -> int:
-        """Number of tokens of a chat's prompt, which may be longer than the context."""
+        """Return the number of tokens of a chat's prompt, which may be longer than the context."""
         _, model = await self.model(body.model, place)
         _, tokens = await place.work(self._prompt, body, model, self._templates[place.long])
         return len(tokens)
@@ -267,7 +267,7 @@ class JobBuilder:
         logprobs: int | None,
         fim: Mapping[str, str] = MappingProxyType({}),
     ) -> GenerationJob:
-        """The job of a request.
+        """Return the job of a request.
 
         `param` is its field with the prompts, `limit` the maximum number of new tokens (None: a
         text may fill the context) and `limit_param` the field that has it (None: it is a default),
@@ -317,7 +317,7 @@ class JobBuilder:
 
 
 def _texts_in(value: Any) -> Iterator[str]:
-    """All texts within a value of JSON, names of fields included."""
+    """Yield all texts within a value of JSON, names of fields included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
@@ -326,7 +326,7 @@ def _texts_in(value: Any) -> Iterator[str]:
 
 
 def _named(name: str, body: CommonRequest, job: GenerationJob) -> GenerationJob:
-    """The job with the name of its model, which is said where the request has another one."""
+    """Return the job with the name of its model, which is told if the request has another one."""
     instead = f"{name} answers for {body.model}" if body.model not in (None, "", name) else ""
     return replace(job, model_name=name, changes="; ".join(filter(None, (instead, job.changes))))
 

@@ -48,8 +48,8 @@ class InfillRequest(GenerationRequest):
 
 
 def fim_tokens(model: Model) -> dict[str, str]:
-    """Texts of the model's tokens for texts in the middle, by name. Raises ApiError if one that is
-    needed is missing."""
+    """Return the texts of the model's tokens for texts in the middle, by name. Raises ApiError if
+    one that is needed is missing."""
     tokens = {
         name: text
         for name, text in model.facts.special_tokens.items()
@@ -68,7 +68,7 @@ def fim_tokens(model: Model) -> dict[str, str]:
 def prompt_in_middle(
     tokens: dict[str, str], prefix: str, suffix: str, others: Sequence[OtherText] = ()
 ) -> str:
-    """The prompt for what is between prefix and suffix, behind other texts if there are any."""
+    """Return the prompt for the text between prefix and suffix, behind other texts if any."""
     before, file = "", tokens.get("fim_file_token")
     for other in others:
         before += (f"{file}{other.filename}\n" if file else _SNIPPET) + other.text
@@ -81,7 +81,7 @@ def prompt_in_middle(
 
 
 def selected(fields: dict[str, Any], paths: Sequence[str]) -> dict[str, Any]:
-    """The fields of an answer at these paths, by path; all if there is none."""
+    """Return the fields of an answer at these paths, by path; all if there is none."""
     if not paths:
         return fields
     by_path = {}

@@ -68,7 +68,7 @@ class InfillWriter(Writer):
 
 
 def _timing(name: str, count: int, milliseconds: float) -> Json:
-    """Tokens and their time, in the form of llama.cpp."""
+    """Return tokens and their time, in the form of llama.cpp."""
     return {
         f"{name}_n": count,
         f"{name}_ms": milliseconds,

@@ -103,7 +103,7 @@ class Turn(Body):
     content: str | Items[_Block]
 
     def as_messages(self) -> list[dict[str, Any]]:
-        """Messages of a chat: results, each a message of its own, and the rest."""
+        """Return the messages of a chat: results, each a message of its own, and the rest."""
         if isinstance(self.content, str):
             return [{"role": self.role, "content": self.content}]
         results = [
@@ -181,7 +181,7 @@ class MessagesRequest(CommonRequest, _Cached):
     chat_template_kwargs: dict[str, Any] = Field(default={})  # as in a chat
 
     def chat(self) -> ChatRequest:
-        """The same request as a chat. Raises ApiError if it is invalid as a chat."""
+        """Return the same request as a chat. Raises ApiError if it is invalid as a chat."""
         same = MessagesRequest.model_fields.keys() & ChatRequest.model_fields.keys()
         fields = {name: getattr(self, name) for name in same}
         system = _COUNTED.sub("", text_of(self.system), count=1)
@@ -210,8 +210,8 @@ class MessagesRequest(CommonRequest, _Cached):
 
 
 def _user(user_id: Any) -> str:
-    """The user in all sessions: Claude Code names the session too, which would keep the KV of its
-    instructions from the next one."""
+    """Return the user in all sessions: Claude Code names the session too, which would keep the KV
+    of its instructions from the next one."""
     if not isinstance(user_id, str):
         return ""
     try:
@@ -224,7 +224,7 @@ def _user(user_id: Any) -> str:
 
 
 def _as_function(tool: MessagesTool | OtherTool) -> dict[str, Any]:
-    """A tool in the form of a chat."""
+    """Return a tool in the form of a chat."""
     if isinstance(tool, OtherTool):
         return {"type": tool.type}
     names = tool.model_dump(include={"name", "description"}, exclude_none=True)
@@ -232,7 +232,7 @@ def _as_function(tool: MessagesTool | OtherTool) -> dict[str, Any]:
 
 
 def error_body(error: ApiError) -> Json:
-    """An error in Anthropic's form, which is an event too."""
+    """Return an error in Anthropic's form, which is an event too."""
     message = error.body["error"]["message"]
     if error.code == "context_length_exceeded":
         message = _TOO_LONG + message
@@ -251,11 +251,11 @@ class MessagesWriter(PartsWriter):
         self._blocks: list[Json] = []
 
     def opening(self, index: int, prompt_logprobs: Sequence[TokenLogprob]) -> list[Json]:
-        """The message without content."""
+        """Return the message without content."""
         return [{"type": "message_start", "message": self._body(None)}, {"type": "ping"}]
 
     def ending(self, index: int, result: GenerationResult) -> list[Json]:
-        """The end of the last block, and what is known of the whole message."""
+        """Return the end of the last block, and what is known of the whole message."""
         events = self._write(self._answer.flush()) + self._close()
         message = self._body(result)
         delta = {name: message[name] for name in ("stop_reason", "stop_sequence")}

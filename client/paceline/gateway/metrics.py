@@ -69,7 +69,7 @@ class GatewayMetrics(Metrics):
         _ClientMetrics(self._registry, gate, models)
 
     def text(self, accept: str) -> tuple[bytes, str]:
-        """The metrics in a format that an `Accept` header names, and its content type."""
+        """Return the metrics in a format that an `Accept` header names, and its content type."""
         encode, kind = choose_encoder(accept)
         return encode(self._registry), kind
 
@@ -78,7 +78,7 @@ class GatewayMetrics(Metrics):
         self.add(_REQUEST_SECONDS, seconds, path)
 
     def text_counter(self) -> Callable[[TextEvent], None]:
-        """A function that counts the events of one request."""
+        """Return a function that counts the events of one request."""
         began, started = time.perf_counter(), set[int]()
 
         def count(event: TextEvent) -> None:

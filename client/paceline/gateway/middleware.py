@@ -114,7 +114,7 @@ def observe(metrics: GatewayMetrics | None, *, access_log: bool) -> Middleware:
 
 
 def _span(request: web.Request, route: str) -> AbstractContextManager[Span | None]:
-    """The span of a request; none for pages and health checks."""
+    """Return the span of a request; none for pages and health checks."""
     if _open(request.path):
         return nullcontext()
     attributes = {
@@ -221,7 +221,7 @@ class Sites:
         response.headers["Vary"] = "Origin"
 
     def _allows(self, origin: str) -> bool:
-        """Whether pages of an origin may send requests and read the responses."""
+        """Return whether pages of an origin may send requests and read the responses."""
         if "*" in self._origins or origin in self._origins:
             return True
         scheme, separator, host = origin.partition("://")
@@ -234,13 +234,13 @@ class Sites:
 
 
 def _name_of(host: str) -> str:
-    """The name in a `Host` header, in lower case and without the port; empty: it is not one."""
+    """Return the name in a `Host` header, in lower case and without the port; "" if it is none."""
     match = _HOST.fullmatch(host.strip())
     return match["name"].lower() if match else ""
 
 
 def _is_own(origin: str, request: web.Request) -> bool:
-    """Whether an origin is the site that a request is for, as for this gateway's own page."""
+    """Return whether an origin is the site of a request, as for this gateway's own page."""
     scheme, separator, host = origin.partition("://")
     port = {"http": ":80", "https": ":443"}.get(scheme)
     site = request.headers.get("Host", "").lower()
@@ -252,5 +252,5 @@ def _open(path: str) -> bool:
 
 
 def _request_id(given: str) -> str:
-    """The id that the caller gave, if it is one; else a new one."""
+    """Return the id that the caller gave, if it is one; else a new one."""
     return given if re.fullmatch(r"[\x21-\x7e]{1,128}", given) else f"req_{secrets.token_hex(12)}"

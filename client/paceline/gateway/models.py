@@ -29,12 +29,12 @@ class Models(Protocol):
         """The state of each model, such as "loaded"; empty if the only one is always loaded."""
 
     async def names(self) -> Sequence[str]:
-        """All names; a request without one gets the first. Raises PacelineError if no service
-        answers."""
+        """Return all names; a request without one gets the first. Raises PacelineError if no
+        service answers."""
 
     async def acquire(self, name: str, hold: ExitStack, *, load: bool = True) -> Client:
-        """The client of a model, which stays loaded until `hold` is closed. If `load`, it is loaded
-        first. Raises ApiError if it is not loaded then."""
+        """Return the client of a model, which stays loaded until `hold` is closed. If `load`, it is
+        loaded first. Raises ApiError if it is not loaded then."""
 
 
 class OneModel:

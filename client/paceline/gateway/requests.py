@@ -131,7 +131,7 @@ class Message(Body):
     audio: Annotated[None, Refused("is not supported: send its transcript as content")] = None
 
     def for_template(self) -> dict[str, Any]:
-        """The message for `render_chat`: the fields that templates know, without absent ones."""
+        """Return the message for `render_chat`: what templates know, without absent fields."""
         content: Any = self.content or self.refusal or self.content
         if isinstance(content, list):
             content = [{"type": "text", "text": part.text or part.refusal} for part in content]
@@ -164,8 +164,8 @@ class InputFormat(Body):
         return {**grammar, "type": "grammar"} if isinstance(grammar, dict) else fields
 
     def unknown(self, path: str = "") -> Iterator[str]:
-        """Paths of fields that are ignored. A grammar in Lark's notation is shown to the model, but
-        binds nothing: the input is a text within JSON."""
+        """Yield the paths of fields that are ignored. A grammar in Lark's notation is shown to the
+        model, but binds nothing: the input is a text within JSON."""
         yield from super().unknown(path)
         if self.definition and self.syntax == "lark":
             yield f"{path}definition"
@@ -202,7 +202,7 @@ class Tool(Body):
         return {"type": "", **present(self._sent)} | {"type": "function", "function": function}
 
     def as_function(self) -> Tool:
-        """What it is for the model: a custom tool is a function with its input as only argument."""
+        """Return the tool as a function; that of a custom tool has its input as only argument."""
         if self.type == "function":
             return self
         form = self.function.format or InputFormat()
@@ -222,7 +222,7 @@ class OtherTool(Body):
     type: str
 
     def unknown(self, path: str = "") -> Iterator[str]:
-        """Its type, and its name if it has one."""
+        """Yield its type, and its name if it has one."""
         fields = self.model_extra or {}
         inner = fields.get(self.type)
         name = (inner if isinstance(inner, dict) else fields).get("name")
@@ -230,7 +230,7 @@ class OtherTool(Body):
 
 
 def kind_of(value: Any) -> str | None:
-    """The type of a part of a request, whether it is validated or not; None if it has none."""
+    """Return the type of a part of a request, validated or not; None if it has none."""
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     return kind if isinstance(kind, str) else None
 
@@ -276,7 +276,7 @@ class CallingRequest(Body):
         return choice
 
     def unknown(self, path: str = "") -> Iterator[str]:
-        """Paths of fields that are ignored. A required call is, if no tool is left for it."""
+        """Yield paths of fields that are ignored, as a required call if no tool is left for it."""
         yield from super().unknown(path)
         choice = self.tool_choice
         mode, tools = choice, self.tools
@@ -306,7 +306,7 @@ class ToolUse:
         return frozenset(tool.function.name for tool in self.tools if tool.type == "custom")
 
     def schema(self) -> dict[str, Any] | None:
-        """JSON schema of a text that is the enforced calls; None: none are.
+        """Return the JSON schema of a text that is the enforced calls; None if none are.
 
         A named function's text is its arguments, other calls are an array of objects with `name`
         and `arguments`. Objects that do not say so have no other properties than those they name.
@@ -393,8 +393,8 @@ class Constrained(Body):
     grammar: _Source | None = None  # a grammar in llama.cpp's GBNF or in Lark's notation
 
     def constraint(self) -> dict[str, Any]:
-        """The constraint, as an argument of `Client.generate`; empty: none. Raises ApiError if
-        there are several."""
+        """Return the constraint, as an argument of `Client.generate`; empty: none. Raises ApiError
+        if there are several."""
         form, vllm = self.response_format, self.structured_outputs or StructuredOutputs()
         schemas = [vllm.json_, self.guided_json, self.json_schema]
         if isinstance(form, JsonSchema):
@@ -521,7 +521,7 @@ class CompletionRequest(GenerationRequest):
     @field_validator("prompt", mode="before")
     @classmethod
     def _not_too_many(cls, prompt: Any) -> Any:
-        """The only error of too many prompts, instead of one for each form that they might have."""
+        """Return only the error of too many prompts, instead of one for each form of them."""
         if isinstance(prompt, list) and len(prompt) > MAX_PROMPTS and type(prompt[0]) is not int:
             raise PydanticCustomError(
                 "too_long",
@@ -568,8 +568,8 @@ class ChatRequest(GenerationRequest, CallingRequest):
         return {"reasoning_effort": effort, **switch, **self.chat_template_kwargs}
 
     def tool_use(self) -> ToolUse:
-        """Its tools and how they may be called. Raises ApiError if a tool that must be called does
-        not exist."""
+        """Return its tools and how they may be called. Raises ApiError if a tool that must be
+        called does not exist."""
         tools = [tool.as_function() for tool in self.tools if isinstance(tool, Tool)]
         choice = self.tool_choice
         named: Sequence[Tool | OtherTool] = ()
@@ -609,7 +609,7 @@ class ChatRequest(GenerationRequest, CallingRequest):
 
 
 def chat_of(fields: dict[str, Any]) -> ChatRequest:
-    """The chat that a request of another form becomes. Raises ApiError if it is invalid as one."""
+    """Return the chat that another request becomes. Raises ApiError if it is invalid as a chat."""
     try:
         return ChatRequest.model_validate(fields)
     except ValidationError as error:

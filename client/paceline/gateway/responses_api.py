@@ -123,7 +123,7 @@ class OtherItem(Body):
 
 
 def _full(namespace: str, name: str) -> str:
-    """The name of a tool for the model. The namespace "functions" has those that need none."""
+    """Return the full name of a tool, with its namespace unless that is "functions"."""
     return f"{namespace}.{name}" if namespace not in ("", "functions") else name
 
 
@@ -229,14 +229,14 @@ class ResponsesRequest(CommonRequest, CallingRequest):
         return {**fields, "tools": flat} if flat else fields
 
     def unknown(self, path: str = "") -> Iterator[str]:
-        """Paths of fields that are ignored, with thoughts that only OpenAI's service can read."""
+        """Yield paths of fields that are ignored, with thoughts that only OpenAI can read."""
         yield from super().unknown(path)
         for index, fields in enumerate(self.input if isinstance(self.input, list) else ()):
             if fields.get("encrypted_content") and not _thoughts(fields):
                 yield f"input.{index}.encrypted_content"
 
     def chat(self) -> ChatRequest:
-        """The same request as a chat. Raises ApiError if it is invalid as a chat."""
+        """Return the same request as a chat. Raises ApiError if it is invalid as a chat."""
         same = ResponsesRequest.model_fields.keys() & ChatRequest.model_fields.keys()
         fields = {name: getattr(self, name) for name in same - {"stream_options"}}
         form = self.text.format
@@ -288,13 +288,13 @@ class ResponsesRequest(CommonRequest, CallingRequest):
 
 
 def _broken_off(thoughts: str) -> list[dict[str, Any]]:
-    """An answer that ended with its thoughts; nothing without any."""
+    """Return an answer that ended with its thoughts; nothing without any."""
     message = {"role": "assistant", "content": "", "reasoning_content": thoughts}
     return [message] if thoughts else []
 
 
 def _nested(tool: FunctionTool | NamedFunction | OtherTool) -> dict[str, Any]:
-    """A tool, or the name of one, in the form of a chat."""
+    """Return a tool, or the name of one, in the form of a chat."""
     if isinstance(tool, OtherTool):
         return {"type": tool.type}
     facts = tool.model_dump(exclude={"type", "namespace"})
@@ -322,7 +322,7 @@ def _flat(entry: Any) -> list[Any]:
 
 
 def _thoughts(fields: dict[str, Any]) -> str:
-    """The text of a reasoning item, or else its summary; empty if it is encrypted."""
+    """Return the text of a reasoning item, or else its summary; empty if it is encrypted."""
     for name in ("content", "summary"):
         parts = fields.get(name)
         listed = parts if isinstance(parts, list) else []
@@ -385,14 +385,14 @@ class ResponsesWriter(PartsWriter):
         self._events = 0
 
     def opening(self, index: int, prompt_logprobs: Sequence[TokenLogprob]) -> list[Json]:
-        """The response without output."""
+        """Return the response without output."""
         return [
             self._event(f"response.{state}", response=self._body(None))
             for state in ("created", "in_progress")
         ]
 
     def ending(self, index: int, result: GenerationResult) -> list[Json]:
-        """The end of the last item, and the whole response."""
+        """Return the end of the last item, and the whole response."""
         events = self._write(self._answer.flush())
         if not self._output:
             events += self._begin("message")

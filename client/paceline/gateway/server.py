@@ -237,7 +237,7 @@ class Gateway:
         return web.Response(body=content, headers={"Content-Type": kind})
 
     async def _list(self, request: web.Request) -> web.StreamResponse:
-        """All models, in OpenAI's form and in Anthropic's."""
+        """Return all models, in OpenAI's form and in Anthropic's."""
         names = await Place(self.admission).verifier(self._models.names())
         cards = [await self._card(name) for name in names]
         ends = {"first_id": names[0], "last_id": names[-1], "has_more": False}
@@ -308,7 +308,7 @@ class Gateway:
 
 
 async def _drafters(client: Client) -> list[str]:
-    """Names of drafters; none if no service answers: texts are generated without drafts."""
+    """Return names of drafters; none if no service answers: texts then have no drafts."""
     try:
         return [*await client.drafters()]
     except PacelineError:
@@ -316,7 +316,7 @@ async def _drafters(client: Client) -> list[str]:
 
 
 def _without_text(result: GenerationResult) -> GenerationResult:
-    """What is known of the prompt. The verifier always generates a token."""
+    """Return what is known of the prompt. The verifier always generates a token."""
     usage = replace(result.usage, completion_tokens=0)
     return replace(result, text="", token_ids=[], finish_reason="length", usage=usage)
 
@@ -339,7 +339,7 @@ async def _version(request: web.Request) -> web.StreamResponse:
 
 
 async def _page(request: web.Request) -> web.StreamResponse:
-    """A file of the web page, which is restricted to connections to this gateway."""
+    """Return a file of the web page, which is restricted to connections to this gateway."""
     name = request.match_info.get("file", "index.html")
     if name not in _PAGE_FILES:
         raise web.HTTPNotFound
@@ -347,7 +347,7 @@ async def _page(request: web.Request) -> web.StreamResponse:
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
-    """Whether an error is not one of the caller's HTTP, which gets status 400."""
+    """Return whether an error is not one of the caller's HTTP, which gets status 400."""
     broken = (HttpProcessingError, web.RequestPayloadError)
     return record.exc_info is None or not isinstance(record.exc_info[1], broken)
 

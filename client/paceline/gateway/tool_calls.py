@@ -137,8 +137,8 @@ Part = str | Call | Reasoning  # a part of an answer
 
 
 def end_of_open_thought(prompt: str, continued: str = "") -> str:
-    """The mark that ends the thought in which a prompt ends; empty: in none. `continued` is the
-    text of its last message if the answer goes on with that."""
+    """Return the mark that ends the thought in which a prompt ends; empty: in none. `continued` is
+    the text of its last message if the answer goes on with that."""
     for opening, end in THOUGHTS.items():
         if prompt.rstrip().endswith(opening) or continued.rfind(opening) > continued.rfind(end):
             return end
@@ -179,7 +179,7 @@ class CallParser:
         self.calls = 0  # number of calls so far
 
     def push(self, text: str) -> list[Part]:
-        """The parts that became final with more text, in order."""
+        """Return the parts that became final with more text, in order."""
         self._left += text
         self._length += len(text)
         return [part for part in self._read() if part]
@@ -270,7 +270,7 @@ class CallParser:
             self._state, self._begun = "start", False
 
     def _started(self) -> bool:
-        """Find the form at the start of a text; False: more of it is needed."""
+        """Find the form at the start of a text; False if more of it is needed."""
         stripped = self._left.lstrip()
         if self.thoughts:  # white space behind a thought belongs to it
             self._left = stripped
@@ -311,14 +311,14 @@ class CallParser:
             self._state, self._mark = "block", mark
 
     def _plain(self, text: str) -> str:
-        """A text without its marks that are special tokens."""
+        """Return a text without its marks that are special tokens."""
         for mark in self._special:
             text = text.replace(mark, "")
         return text
 
     def _split(self, final: bool) -> tuple[str, str, str, bool] | None:
-        """The open block, the mark that ends it, the text behind it, and whether it has an end;
-        None: that may still come."""
+        """Return the open block, the mark that ends it, the text behind it, and whether it has an
+        end; None if that may still come."""
         end = BLOCKS.get(self._mark, "")
         marks = re.compile(re.escape(end)) if end else _MARK
         ended = True
@@ -342,8 +342,8 @@ class CallParser:
         return self._mark + inside if self._mark == "<function=" else inside
 
     def _is_within(self, at: int) -> bool:
-        """Whether a mark at a place of the open block is within a text of its call. Such marks end
-        nothing."""
+        """Return whether a mark at a place of the open block is within a text of its call. Such
+        marks end nothing."""
         before = self._left[:at]
         call = self._block_text(before).lstrip(_SEPARATORS)
         if _JSON_CALL.match(call) or _NAME_AND_JSON.match(call):
@@ -357,7 +357,7 @@ class CallParser:
         return "<arg_key>" in before and not before.rstrip().endswith("</arg_value>")
 
     def _block(self, inside: str, end: str, ended: bool) -> Iterator[Part]:
-        """The calls of a block, or its text if it has none."""
+        """Yield the calls of a block, or its text if it has none."""
         whole = self._mark + inside + end
         in_tags = self._mark == "<function="
         calls, rest = _calls_in(whole if in_tags else inside, self._use, ended)
@@ -372,7 +372,7 @@ class CallParser:
                 yield self.made(name, arguments)
 
     def _may_be_calls(self, rest: str) -> bool:
-        """Whether what follows the calls that a text begins with may still become some."""
+        """Return whether what follows the calls that a text begins with may still become some."""
         if _FENCE.startswith(rest) or _STRAY.startswith(rest):
             return True
         for called in (f"{name}(" for name in self._use.names):
@@ -408,8 +408,8 @@ def _begins_call(text: str, names: frozenset[str]) -> bool:
 
 
 def _calls_in(text: str, use: ToolUse, ended: bool) -> tuple[list[tuple[str, str]], str]:
-    """Names and arguments of the calls in a block, and the text that is none. Without an end of the
-    block (`ended`), calls are those that have an end of their own."""
+    """Return names and arguments of the calls in a block, and the text that is none. Without an end
+    of the block (`ended`), calls are those that have an end of their own."""
     if text.strip() in use.names:
         return ([(text.strip(), "{}")], "") if ended else ([], text)
     fenced = _FENCED.fullmatch(text)
@@ -426,8 +426,8 @@ def _calls_in(text: str, use: ToolUse, ended: bool) -> tuple[list[tuple[str, str
 
 
 def _objects_in(text: str, use: ToolUse | None = None) -> tuple[list[tuple[str, str]], str]:
-    """Calls that are JSON at the front of a text, and the rest. Without a mark, an object may be an
-    answer: with `use`, calls are those of its tools with arguments that they take."""
+    """Return calls that are JSON at the front of a text, and the rest. Without a mark, an object
+    may be an answer: with `use`, calls are those of its tools with arguments that they take."""
     calls: list[tuple[str, str]] = []
     while True:
         between = _BETWEEN.match(text) if use else None
@@ -444,7 +444,7 @@ def _objects_in(text: str, use: ToolUse | None = None) -> tuple[list[tuple[str, 
 
 
 def _is_taken(value: dict[str, Any], call: tuple[str, str], use: ToolUse) -> bool:
-    """Whether an object is a call of a tool, with arguments of its schema and nothing else."""
+    """Return whether an object is a call of a tool, with arguments of its schema alone."""
     schemas = [tool.function.parameters for tool in use.tools if tool.function.name == call[0]]
     try:
         arguments = DECODER.decode(call[1])
@@ -455,7 +455,7 @@ def _is_taken(value: dict[str, Any], call: tuple[str, str], use: ToolUse) -> boo
 
 
 def _as_call(value: Any) -> tuple[str, str] | None:
-    """Name and arguments of an object; None if it is no call."""
+    """Return the name and arguments of an object; None if it is no call."""
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = value["function"]
     if not isinstance(value, dict):
@@ -468,7 +468,7 @@ def _as_call(value: Any) -> tuple[str, str] | None:
 
 
 def _named_objects_in(text: str) -> list[tuple[str, str]]:
-    """Calls that are a name and JSON; empty if something else is there."""
+    """Return calls that are a name and JSON; empty if something else is there."""
     calls = []
     rest = text.strip(_SEPARATORS)
     while rest:
@@ -485,7 +485,7 @@ def _named_objects_in(text: str) -> list[tuple[str, str]]:
 
 
 def _functions_in(text: str, use: ToolUse, ended: bool) -> tuple[list[tuple[str, str]], str]:
-    """Calls whose arguments are in tags, or JSON, and the text from the first damaged one on."""
+    """Return calls with arguments in tags, or JSON, and the text from the first damaged one on."""
     calls: list[tuple[str, str]] = []
     rest = text
     while function := _FUNCTION.search(rest):
@@ -510,7 +510,7 @@ def _functions_in(text: str, use: ToolUse, ended: bool) -> tuple[list[tuple[str,
 
 
 def _pairs_in(text: str, use: ToolUse) -> tuple[list[tuple[str, str]], str]:
-    """The call of a name with pairs of keys and values, and the text if it is damaged."""
+    """Return the call of a name with pairs of keys and values, and the text if it is damaged."""
     name, pairs, at = text.partition("<arg_key>")[0], dict[str, str](), text.index("<arg_key>")
     while pair := _PAIR.match(text, at):
         pairs[pair[1].strip()], at = pair[2], pair.end()
@@ -520,14 +520,14 @@ def _pairs_in(text: str, use: ToolUse) -> tuple[list[tuple[str, str]], str]:
 
 
 def _typed(name: str, pairs: Mapping[str, str], use: ToolUse) -> str:
-    """Arguments as JSON, each with a type that the function's schema allows."""
+    """Return arguments as JSON, each with a type that the function's schema allows."""
     schemas = [tool.function.parameters for tool in use.tools if tool.function.name == name]
     schema = schemas[0] if schemas else {}
     return _as_json({key: _value(text, types_of(schema, key)) for key, text in pairs.items()})
 
 
 def _value(text: str, types: frozenset[str]) -> Any:
-    """The value that a text in tags stands for, where these types are allowed.
+    """Return the value that a text in tags stands for, where these types are allowed.
 
     It is what the text is in JSON or Python, if that type is allowed, and else the text. So "5" is
     a number where both a number and a string are allowed. Quotes around a string are a part of it,
@@ -552,7 +552,7 @@ def _value(text: str, types: frozenset[str]) -> Any:
 
 
 def _literal(text: str) -> Any:
-    """A value in JSON, or an array or object in Python. Raises what both parsers raise."""
+    """Return a value in JSON, or an array or object in Python. Raises what both parsers raise."""
     try:
         return DECODER.decode(text)
     except ValueError:
@@ -563,7 +563,7 @@ def _literal(text: str) -> Any:
 
 
 def _is_json(text: str, *, front: bool = False) -> bool:
-    """Whether a text is JSON, or begins with it (`front`)."""
+    """Return whether a text is JSON, or begins with it (`front`)."""
     try:
         (DECODER.raw_decode if front else DECODER.decode)(text)
     except (ValueError, RecursionError):
@@ -572,7 +572,7 @@ def _is_json(text: str, *, front: bool = False) -> bool:
 
 
 def _in_python(text: str, use: ToolUse) -> list[tuple[str, str]]:
-    """Calls of tools in Python's form, `[f(a=1), g()]`; empty if it is something else."""
+    """Return calls of tools in Python's form, `[f(a=1), g()]`; empty if there is something else."""
     text = text.strip().rstrip(";")
     if len(text) > _MAX_PYTHON or not any(name in text for name in use.names):
         return []

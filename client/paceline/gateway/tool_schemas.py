@@ -56,7 +56,7 @@ def closed(schema: Schema) -> Schema:
 
 
 def _is_enough(schema: Schema, names: set[str]) -> bool:
-    """Whether an object with these properties alone may be an instance."""
+    """Return whether an object with these properties alone may be an instance."""
     required, min_properties = schema.get("required"), schema.get("minProperties", 0)
     if isinstance(required, list) and not names.issuperset(map(str, required)):
         return False
@@ -64,7 +64,7 @@ def _is_enough(schema: Schema, names: set[str]) -> bool:
 
 
 def _combines(schema: Schema) -> bool:
-    """Whether a schema and another one, or two others, hold for the same object."""
+    """Return whether a schema and another one, or two others, hold for the same object."""
     applied = schema.keys() & _APPLIED
     parts = schema.get("allOf")
     return bool(
@@ -76,12 +76,12 @@ def _combines(schema: Schema) -> bool:
 
 
 def types_of(root: Schema, key: str) -> frozenset[str]:
-    """Types of JSON that a schema allows for a property of its instances, an integer where it
-    allows a number. Schemas that do not say so, or contradict themselves, allow all."""
+    """Return the types of JSON that a schema allows for a property of its instances, an integer
+    where it allows a number. Schemas that do not say so, or contradict themselves, allow all."""
     known: dict[tuple[int, bool], frozenset[str]] = {}
 
     def types(schema: Any, within: bool, depth: int) -> frozenset[str]:
-        """Types of the property, or of the instance itself."""
+        """Return the types of the property, or of the instance itself."""
         if not isinstance(schema, dict) or depth > _MAX_DEPTH:
             return ANY_TYPE
         place = id(schema), within
@@ -111,9 +111,9 @@ def types_of(root: Schema, key: str) -> frozenset[str]:
 
 
 def fits(root_value: Any, root: Schema) -> bool:
-    """Whether a value of JSON may be an instance of a schema: by types, listed values, bounds,
-    properties and items, and references within it. Patterns, formats, `not` and conditions are not
-    looked at."""
+    """Return whether a value of JSON may be an instance of a schema: by types, listed values,
+    bounds, properties and items, and references within it. Patterns, formats, `not` and conditions
+    are not looked at."""
     known: dict[tuple[int, int], bool] = {}
 
     def matches(value: Any, schema: Any, depth: int) -> bool:
@@ -159,7 +159,7 @@ def fits(root_value: Any, root: Schema) -> bool:
 
 
 def _own_types(schema: Schema) -> frozenset[str]:
-    """Types that `type`, `enum`, `const` and OpenAPI's `nullable` allow."""
+    """Return types that `type`, `enum`, `const` and OpenAPI's `nullable` allow."""
     kinds = [schema["type"]] if isinstance(schema.get("type"), str) else _listed(schema, "type")
     allowed = ANY_TYPE.intersection(kind for kind in kinds if isinstance(kind, str)) or ANY_TYPE
     allowed |= {"integer"} if "number" in allowed else set()

@@ -59,26 +59,26 @@ class Writer(ABC):
 
     @abstractmethod
     def whole(self, texts: Sequence[GeneratedText]) -> Json:
-        """The response as a whole."""
+        """Return the response as a whole."""
 
     @abstractmethod
     def opening(self, index: int, prompt_logprobs: Sequence[TokenLogprob]) -> list[Json]:
-        """The first events of a text."""
+        """Return the first events of a text."""
 
     @abstractmethod
     def chunks(self, index: int, chunks: Sequence[Chunk]) -> list[Json]:
-        """Events of chunks that arrived together, at least one."""
+        """Return the events of chunks that arrived together, at least one."""
 
     @abstractmethod
     def ending(self, index: int, result: GenerationResult) -> list[Json]:
-        """The last events of a text."""
+        """Return the last events of a text."""
 
     @abstractmethod
     def total(self, results: Sequence[GenerationResult]) -> list[Json]:
-        """Events after all texts."""
+        """Return events after all texts."""
 
     def failed(self, error: ApiError) -> list[Json]:
-        """Events of an error after the first event, the last ones of a stream."""
+        """Return the events of an error after the first event, the last ones of a stream."""
         return [error.body]
 
 
@@ -97,14 +97,14 @@ class ChoicesWriter(Writer):
         self._created = int(time.time())
 
     def total(self, results: Sequence[GenerationResult]) -> list[Json]:
-        """The event with `usage`, if it was asked for."""
+        """Return the event with `usage`, if it was asked for."""
         if not self._job.stream_options.include_usage:
             return []
         used = usage(self._job, results, self._reasoning_tokens())
         return [self._head(self.object_of_event, [], used)]
 
     def _reasoning_tokens(self) -> int:
-        """Tokens of the thoughts of all texts."""
+        """Return the tokens of the thoughts of all texts."""
         return 0
 
     def _head(self, kind: str, choices: list[Json], used: Json | None) -> Json:
@@ -131,7 +131,7 @@ class ChoicesWriter(Writer):
 
     @abstractmethod
     def _choice(self, index: int, text: GeneratedText, result: GenerationResult) -> Json:
-        """A whole choice."""
+        """Return a whole choice."""
 
     def _event(self, index: int, body: Json, logprobs: Json | None = None) -> Json:
         choice = {"index": index, **body, "logprobs": logprobs or None, "finish_reason": None}
@@ -199,18 +199,18 @@ class PartsWriter(Writer):
 
     @abstractmethod
     def _body(self, result: GenerationResult | None) -> Json:
-        """The whole answer with all parts so far; None: the text has not ended."""
+        """Return the whole answer with all parts so far; None if the text has not ended."""
 
 
 def told(job: GenerationJob, result: GenerationResult) -> Json:
-    """The seed of a text, and its receipt, if it was asked for."""
+    """Return the seed of a text, and its receipt, if it was asked for."""
     receipt = {"receipt": result.receipt.to_json()} if job.receipt and result.receipt else {}
     return {"seed": result.seed, **receipt}
 
 
 def usage(job: GenerationJob, results: Sequence[GenerationResult], reasoning: int = 0) -> Json:
-    """Tokens, each prompt counted once, and speculation statistics of all texts. `reasoning` is the
-    number of tokens of thoughts."""
+    """Return tokens, each prompt counted once, and speculation statistics of all texts. `reasoning`
+    is the number of tokens of thoughts."""
     prompt, stats = job.prompt_tokens, Stats()
     for result in results:
         stats.merge(result.stats)
@@ -268,7 +268,7 @@ class CompletionWriter(ChoicesWriter):
         return "" if self._echoes is None else self._echoes[self._job.prompt_of(index)]
 
     def _prompt(self, index: int, entries: Sequence[TokenLogprob]) -> Json:
-        """Log-probabilities of an echoed prompt, whose first token has none."""
+        """Return the log-probabilities of an echoed prompt, whose first token has none."""
         self._offsets[index] = len(self._echo(index))
         asked = self._job.choices[0].get("prompt_logprobs") is not None
         if not asked or self._codec is None:
@@ -331,8 +331,8 @@ class ChatWriter(ChoicesWriter):
         return [self._event(index, {"delta": {"role": "assistant", "content": ""}})]
 
     def chunks(self, index: int, chunks: Sequence[Chunk]) -> list[Json]:
-        """An event for each part of the text; the first has the log-probabilities. There is none
-        for a text that is held back, such as a call that is not complete."""
+        """Return an event for each part of the text; the first has the log-probabilities. There is
+        none for a text that is held back, such as a call that is not complete."""
         deltas = self._deltas(index, self._answers[index].push(chunks))
         logprobs = self._logprobs([entry for chunk in chunks for entry in chunk.logprobs])
         if not (deltas or logprobs or self._job.stream_options.include_rounds):
@@ -343,7 +343,7 @@ class ChatWriter(ChoicesWriter):
         return [self._with_rounds(event, chunks), *rest]
 
     def ending(self, index: int, result: GenerationResult) -> list[Json]:
-        """The rest of the text, and the finish reason."""
+        """Return the rest of the text, and the finish reason."""
         answer = self._answers[index]
         events = [
             self._event(index, {"delta": delta}) for delta in self._deltas(index, answer.flush())
@@ -375,7 +375,7 @@ class ChatWriter(ChoicesWriter):
 
 
 def _joined(parts: Sequence[Json]) -> Json:
-    """The lists of all parts that have some, one after the other."""
+    """Return the lists of all parts that have some, one after the other."""
     parts = [part for part in parts if part]
     return {key: [value for part in parts for value in part[key]] for key in (parts or [{}])[0]}
 
@@ -406,8 +406,8 @@ def of_completion(
     codec: TextCodec,
     offset: int,
 ) -> Json:
-    """The form of completions. `entries` and `pieces` are those of the tokens; the entry of the
-    first token of a prompt is None. `offset` is the number of characters before the tokens."""
+    """Return the form of completions. `entries` and `pieces` are those of the tokens; the entry of
+    the first token of a prompt is None. `offset` is the number of characters before the tokens."""
 
     def likeliest(entry: TokenLogprob) -> dict[str, float]:
         # As in OpenAI's API, the likeliest comes first, and the token itself is always included.
@@ -431,9 +431,9 @@ def of_completion(
 
 
 async def kept_alive(request: web.Request, seconds: float, answer: Awaitable[T]) -> T:
-    """What is awaited before a stream has its first event, such as a model that is loaded; each
-    `seconds` of it, a comment is sent. An error after one is sent by :func:`error_after_comments`.
-    """
+    """Return what is awaited before a stream has its first event, such as a model that is loaded;
+    each `seconds` of it, a comment is sent. An error after one is sent by
+    :func:`error_after_comments`."""
     task = asyncio.ensure_future(answer)
     try:
         with suppress(ConnectionResetError):  # which cancels the request
@@ -447,7 +447,7 @@ async def kept_alive(request: web.Request, seconds: float, answer: Awaitable[T])
 async def error_after_comments(
     request: web.Request, status: int, body: Json
 ) -> web.StreamResponse | None:
-    """Send the error of a request as the last event of its stream; None: nothing was sent yet."""
+    """Send the error of a request as the last event of its stream; None if nothing was sent yet."""
     response: web.StreamResponse | None = request.get(_STREAM)
     if response is None or not response.prepared:
         return None
@@ -458,7 +458,7 @@ async def error_after_comments(
 
 
 def _event_stream(request: web.Request) -> web.StreamResponse:
-    """The response to a request whose texts are streamed."""
+    """Return the response to a request whose texts are streamed."""
     if _STREAM not in request:
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         request[_STREAM] = web.StreamResponse(headers=headers)
@@ -584,7 +584,7 @@ class EventStream:
         self._flushing = None  # unless it failed
 
     async def _events(self, arrived: Sequence[TextEvent]) -> list[Json]:
-        """Events of what arrived of one text."""
+        """Return the events of what arrived of one text."""
         index, events = arrived[0].index, list[Json]()
         if index not in self._opened:
             self._opened.add(index)
@@ -595,7 +595,7 @@ class EventStream:
         return events + (await self._place.work(more) if self._writer.calls else more())
 
     def _more(self, index: int, arrived: Sequence[TextEvent]) -> list[Json]:
-        """Events of chunks and of the end of a text."""
+        """Return the events of chunks and of the end of a text."""
         events = list[Json]()
         chunks = [event.chunk for event in arrived if event.chunk is not None]
         if chunks:

@@ -181,7 +181,7 @@ class ServiceProcess:
         return self._ready_file.exists()
 
     def poll_ready(self) -> bool:
-        """Whether the spawned service answers calls. Raises ProcessFailed as `start`."""
+        """Return whether the spawned service answers calls. Raises ProcessFailed as `start`."""
         if self.was_ready:
             self._bound_address = self._ready_file.read_text(encoding="utf-8").partition("\n")[0]
             return True
@@ -220,7 +220,7 @@ class ServiceProcess:
             self._folder = None
 
     def log_tail(self, lines: int = 40) -> str:
-        """The last lines of the log; empty with `show_log` and after `stop`."""
+        """Return the last lines of the log; empty with `show_log` and after `stop`."""
         if self._folder is None or not self._log_file.exists():
             return ""
         with self._log_file.open("rb") as log:
@@ -271,7 +271,7 @@ class ServiceProcess:
         return code
 
     def failed(self, what: str) -> ProcessFailed:
-        """The error that says what the process did, with the end of its log."""
+        """Return the error that says what the process did, with the end of its log."""
         log = self.log_tail()
         return ProcessFailed(f"the {self.kind} {what}" + (f"; its log ends\n{log}" if log else ""))
 
@@ -323,7 +323,7 @@ def local_services(
 
 
 def with_port(address: str) -> str:
-    """An address with a free port in place of port 0, for services that must know it beforehand."""
+    """Return an address with a free port for port 0, if services must know it beforehand."""
     host, _, port = address.rpartition(":")
     if port != "0":
         return address
@@ -334,7 +334,7 @@ def with_port(address: str) -> str:
 
 
 def has_drafter(channel: grpc.Channel, metadata: Sequence[tuple[str, str]] = ()) -> bool:
-    """Whether a drafter service has joined the verifier of a channel; arguments of `model_of`."""
+    """Return whether a drafter has joined the verifier of a channel; arguments of `model_of`."""
     model = model_of(channel, metadata)
     return model is not None and bool(model.drafter_services)
 
@@ -342,8 +342,8 @@ def has_drafter(channel: grpc.Channel, metadata: Sequence[tuple[str, str]] = ())
 def model_of(
     channel: grpc.Channel, metadata: Sequence[tuple[str, str]] = ()
 ) -> verifier_pb2.GetModelResponse | None:
-    """The model of the verifier of a channel, without its tokenizer; None: it does not answer. Its
-    bearer token is in the metadata of the call."""
+    """Return the model of the verifier of a channel, without its tokenizer; None if it does not
+    answer. Its bearer token is in the metadata of the call."""
     stub: Any = verifier_pb2_grpc.VerifierServiceStub
     request = verifier_pb2.GetModelRequest(omit_tokenizer=True)
     try:

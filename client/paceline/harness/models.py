@@ -65,12 +65,12 @@ MODEL = (
 
 
 def is_hub_id(text: str) -> bool:
-    """Whether a model's name is ORG/NAME or ORG/NAME:FILE.gguf of a hub, and no path here."""
+    """Return whether a model's name is ORG/NAME or ORG/NAME:FILE.gguf, and no path here."""
     return _HUB_ID.fullmatch(text) is not None and text[0] != "." and not Path(text).exists()
 
 
 def is_model_name(text: str) -> bool:
-    """Whether a text names a model that is fetched, and is no path."""
+    """Return whether a text names a model that is fetched, and is no path."""
     return text in MODELS or is_hub_id(text)
 
 
@@ -140,8 +140,8 @@ def local_model(text: str) -> Path:
 
 
 def models_in(folder: Path) -> list[Path]:
-    """The models in a folder of several: GGUF files, of split ones the first part, and folders.
-    Empty if it is a model itself, or no folder."""
+    """Return the models in a folder of several: GGUF files, of split ones the first part, and
+    folders. Empty if it is a model itself, or no folder."""
     if any((folder / name).is_file() for name in _CONFIGS):
         return []
     files = {_PART.sub("", file.name): file for file in sorted(folder.glob("*.gguf"), reverse=True)}
@@ -151,15 +151,15 @@ def models_in(folder: Path) -> list[Path]:
 
 
 def _is_drafter(config: Path) -> bool:
-    """Whether a folder has a drafter of one target, and no model that can be served."""
+    """Return whether a folder has a drafter of one target, and no model that can be served."""
     with suppress(OSError, ValueError):
         return not {"paceline", "speculators_config"}.isdisjoint(json.loads(read_text(config)))
     return False
 
 
 def model_bytes(path: Path, weights: str) -> int:
-    """Size of a model in the folder of packed models, made with `--weights`; of its own files where
-    it has not been packed. Unit: bytes."""
+    """Return the size of a model in the folder of packed models, made with `--weights`; of its own
+    files where it has not been packed. Unit: bytes."""
     for description in (user_cache_dir() / "packed").glob("*/model.json"):
         with suppress(OSError, ValueError, KeyError):
             model = json.loads(description.read_text(encoding="utf-8"))["model"]
@@ -172,7 +172,7 @@ def model_bytes(path: Path, weights: str) -> int:
 
 
 def name_of(path: Path) -> str | None:
-    """The name of a model that `paceline fetch` or a hub put there; None: it has none."""
+    """Return the name of a model that `paceline fetch` or a hub put there; None if it has none."""
     if path.is_relative_to(hub_folder()):
         return str(path.relative_to(hub_folder()))
     return next(

@@ -128,7 +128,7 @@ def report(name: str, value: Any) -> None:
 
 
 def missed_targets(figures: Mapping[str, Mapping[str, Any]], targets: Targets) -> list[str]:
-    """What figures miss, in words: a figure is larger than its target, or there is none."""
+    """Return what figures miss, in words: a figure is larger than its target, or there is none."""
     missed = []
     for (name, part), limit in targets.items():
         figure = figures.get(name, {}).get(part)
@@ -146,7 +146,7 @@ def fail_if_missed(missed: Sequence[str], device: torch.device) -> None:
 
 
 def median_ms(action: Callable[[], object], device: torch.device, repeats: int = 20) -> float:
-    """Median milliseconds of an action on an idle device; on a GPU with cold caches."""
+    """Return the median milliseconds of an action on an idle device; on a GPU with cold caches."""
     for _ in range(3):
         action()
     times = []
@@ -169,7 +169,7 @@ def median_ms(action: Callable[[], object], device: torch.device, repeats: int =
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes read and written by a large copy. Unit: GB/s."""
+    """Return bytes read and written by a large copy. Unit: GB/s."""
     size = 1 << (32 if device.type == "cuda" else 24)
     source = torch.empty(size, dtype=torch.uint8, device=device)
     goal = torch.empty_like(source)

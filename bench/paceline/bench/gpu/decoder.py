@@ -111,7 +111,7 @@ def measure(
 
 @torch.inference_mode()
 def _times(decoder: Decoder, context: int, counts: Sequence[int]) -> dict[str, float]:
-    """Milliseconds of passes of so many nodes behind `context` tokens."""
+    """Return the milliseconds of passes of so many nodes behind `context` tokens."""
     device = decoder.device
     pages = Pages(decoder.config, device, context + 256)
     pages.pool.normal_()
@@ -128,7 +128,7 @@ def _times(decoder: Decoder, context: int, counts: Sequence[int]) -> dict[str, f
 
 @torch.inference_mode()
 def _others(decoder: Decoder, context: int, ms_of_16: float) -> dict[str, float]:
-    """What recorded scores add to a pass of 16 nodes, and a step without a graph."""
+    """Return what recorded scores add to a pass of 16 nodes, and a step without a graph."""
     config, device = decoder.config, decoder.device
     pages = Pages(config, device, context + 256)
     pages.pool.normal_()
@@ -152,8 +152,8 @@ def _others(decoder: Decoder, context: int, ms_of_16: float) -> dict[str, float]
 
 
 def comb(levels: int, width: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Parents of a tree with `width` children at each level, and the nodes of the compared path:
-    the last child of each level, so that its siblings lie in the slots before it."""
+    """Return the parents of a tree with `width` children at each level, and the nodes of the
+    compared path: the last child of each level, so that its siblings lie in the slots before it."""
     parents, path = [-1], [0]
     for _ in range(1, levels):
         parents += [path[-1]] * width

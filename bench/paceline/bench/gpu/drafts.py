@@ -129,7 +129,7 @@ def write_ends(folder: Path, config: DecoderConfig, device: torch.device) -> Non
 
 
 def measure(drafter: Any, count: int, config: DecoderConfig) -> dict[str, Any]:
-    """Medians of drafts for some texts. Unit: milliseconds."""
+    """Return the medians of drafts for some texts. Unit: milliseconds."""
     device, draws = drafter.layers.device, np.random.default_rng(0)
     room = CONTEXT + NEW * (ROUNDS + 1)
     held = -(-room // PAGE)
@@ -173,7 +173,7 @@ def measure(drafter: Any, count: int, config: DecoderConfig) -> dict[str, Any]:
 
 
 def parts(drafter: Any, sequences: int) -> dict[str, Any]:
-    """Time of the replay of a draft, and its kernels: milliseconds, microseconds and number."""
+    """Return times of the replay of a draft (ms) and of its kernels (us), and their number."""
     from torch.profiler import ProfilerActivity, profile
 
     graph = drafter.growth.ways[-1].graphs.graph(sequences, FED[0], NOISES[0])

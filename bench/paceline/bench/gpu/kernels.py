@@ -33,7 +33,7 @@ Product = Callable[[Tensor], Tensor]  # multiplies bfloat16 `[rows, ins]` to `[r
 
 
 def matrices(config: DecoderConfig, drafted: int) -> dict[str, tuple[int, int]]:
-    """Outputs and inputs of a model's matrices, and of the head of a drafter of some tokens."""
+    """Return outputs and inputs of a model's matrices, and of the head of a drafter."""
     hidden, q = config.hidden, config.q_heads * config.head_dim
     return {
         "qkv": (q + 2 * config.kv_heads * config.head_dim, hidden),
@@ -57,9 +57,8 @@ def ways(weight: Tensor, size: int) -> dict[str, Callable[[], Product]]:
 
 
 def measure_product(copies: Sequence[Product], x: Tensor) -> dict[str, Any]:
-    """Microseconds of a product by its number of rows, and the numbers with which a row has other
-    bits than in the product of all rows.
-    """
+    """Return the microseconds of a product by its number of rows, and the numbers with which a row
+    has other bits than in the product of all rows."""
     together = copies[0](x)
     other_bits, us = [], {}
     for rows in PRODUCT_ROWS:

@@ -252,7 +252,7 @@ async def measure(
     sampling: Mapping[str, Any],
     tokens: int = TOKENS,
 ) -> tuple[list[list[int]], dict[str, float]]:
-    """Texts, and medians over rounds in microseconds; a round without a draft is one step."""
+    """Return texts, and medians in microseconds over rounds; without drafts over steps."""
     firsts = [100 + number * 37 for number in range(sequences)]
     results = await asyncio.gather(
         *(
@@ -290,8 +290,8 @@ async def measure(
 
 
 def drafters_by_sequences(config: DecoderConfig, names: Sequence[str]) -> dict[int, list[str]]:
-    """Drafters, and ``none``, by the number of sequences. A small target has 32 sequences for
-    ``none`` and ``count`` alone."""
+    """Return drafters, and ``none``, by the number of sequences. A small target has 32 sequences
+    for ``none`` and ``count`` alone."""
     if config is EIGHT_BILLION:
         return {sequences: ["none", *names] for sequences in SEQUENCES}
     return {1: ["none", *names], 2: ["none", *names], SEQUENCES[-1]: ["none", "count"]}
@@ -336,7 +336,7 @@ async def measure_all(
 
 
 def transformers_rate(target: Path, device: torch.device, config: DecoderConfig) -> float:
-    """Milliseconds a token of `transformers` for one text, whose tokens count too."""
+    """Return milliseconds a token of `transformers` for one text, whose tokens count too."""
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=config.dtype)
@@ -407,8 +407,8 @@ def rounds(device: torch.device) -> None:
 
 
 def seconds_to_start(device: str, kernels: str) -> dict[str, float]:
-    """Seconds of the verifier's start, of the drafter's behind it, and of both; ``kernels`` is the
-    folder of compiled kernels, those of the CPU too."""
+    """Return the seconds of the verifier's start, of the drafter's behind it, and of both;
+    ``kernels`` is the folder of compiled kernels, those of the CPU too."""
     target, on = DEMO / "target", f"--device={device}"
     load = [f"--load={name}={name}:{DEMO / name},target={target}" for name in START_DRAFTERS]
     environment = {"TRITON_CACHE_DIR": f"{kernels}/triton", "XDG_CACHE_HOME": kernels}

@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def judge(traces: Traces, users: int) -> dict[str, dict[str, float]]:
-    """Figures of the rules for the texts of each category, which a service meets in turn.
+    """Return figures of the rules for the texts of each category, which are met in turn.
 
     Args:
         users: Texts at a time. The steps of several are shared, so that they have one category.
@@ -106,7 +106,7 @@ def judge(traces: Traces, users: int) -> dict[str, dict[str, float]]:
 
 
 def _worst(took: dict[str, list[float]], members: list[int], modes: tuple[str, ...]) -> float:
-    """The slowest of some texts, over the better of some modes."""
+    """Return the slowest of some texts, over the better of some modes."""
     ratios = (min(took[mode][text] for mode in modes) / took["scheduled"][text] for text in members)
     return round(min(ratios), 3)
 

@@ -42,27 +42,27 @@ class Load(Protocol):
     asked: bool  # whether trees come from a drafter service; if not, they are the verifier's own
 
     def length(self, number: int) -> int | None:
-        """Tokens of a generation; None: there is no such one, and its user has ended."""
+        """Return the tokens of a generation; None if there is none: its user has ended."""
 
     def context(self, generation: Generation) -> int:
-        """KV tokens behind which its next step runs."""
+        """Return KV tokens behind which its next step runs."""
 
     def tree(self, generation: Generation) -> TokenTree:
-        """The tree for its next step; empty: nothing is proposed."""
+        """Return the tree for its next step; empty if nothing is proposed."""
 
     def accepted(self, generation: Generation, tree: TokenTree) -> int:
-        """Accepted nodes of a tree that may have been cut."""
+        """Return accepted nodes of a tree that may have been cut."""
 
     def draft_seconds(self, drafted: Sequence[Generation]) -> float:
-        """Time of a draft for several generations."""
+        """Return the time of a draft for several generations."""
 
     def beside_seconds(self, generation: Generation) -> float:
-        """Time of the messages and of waking up, in a round for which a drafter was asked."""
+        """Return the time of messages and of waking up, in a round that asked a drafter."""
 
     def step_seconds(
         self, here: Sequence[Generation], trees: Sequence[TokenTree], drafting: float
     ) -> float:
-        """Time of a step, beside which a drafter works for ``drafting`` seconds."""
+        """Return the time of a step, beside which a drafter works for ``drafting`` seconds."""
 
 
 @dataclass(eq=False)

@@ -76,7 +76,7 @@ class PacelineEngine:
         return figures | {"tokens_per_s": _DECODED / (time.perf_counter() - began)}
 
     def synthetic_cache(self, context: int) -> LocalCache:
-        """A cache of so many positions with random keys and values."""
+        """Return a cache of so many positions with random keys and values."""
         cache = LocalCache(self.decoder.config)
         cache.reserve(context)
         first = cache.layer(0)[0].normal_()
@@ -89,7 +89,7 @@ class PacelineEngine:
         return cache
 
     def step(self, cache: LocalCache, rows: int, chunk: bool = False) -> float:
-        """A step of so many rows, a binary tree, or a chunk of a prompt; nothing is committed.
+        """Run a step of so many rows, a binary tree, or a chunk of a prompt; nothing is committed.
 
         Returns:
             How long the choice of tokens took. Unit: seconds.

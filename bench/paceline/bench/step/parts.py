@@ -19,8 +19,8 @@ _STEPS = 40
 
 
 def profile(engine: PacelineEngine, context: int, rows: Sequence[int]) -> dict[str, list[float]]:
-    """Medians of the parts of a step in milliseconds, in the order of `PARTS`, by ``ms_ROWS``.
-    Raises ``ValueError`` if there are no compiled kernels for the model."""
+    """Return the medians of the parts of a step in milliseconds, in the order of `PARTS`, by
+    ``ms_ROWS``. Raises ``ValueError`` if there are no compiled kernels for the model."""
     native = engine.decoder.native
     if native is None:
         raise ValueError(f"{engine.name}: a profile needs compiled kernels for the model")

@@ -50,7 +50,7 @@ def measure(
 
 
 def rivals(args: argparse.Namespace, models: Models, vocab: int) -> Iterator[StepEngine]:
-    """Other engines that are here; prints which are not."""
+    """Yield other engines that are here; prints which are not."""
     threads = torch.get_num_threads()
     if models.target.is_dir():
         yield TransformersEngine(models.target, vocab)

@@ -354,12 +354,12 @@ def llama_server(
 
 
 def digest(text: str) -> str:
-    """A short digest of an output, to compare it with others."""
+    """Return a short digest of an output, to compare it with others."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _format(model: Path) -> str:
-    """The format of a GGUF file, as its name ends: `NAME-Q8_0.gguf` or `NAME.Q4_1.gguf`."""
+    """Return the format of a GGUF file, as its name ends: `NAME-Q8_0.gguf` or `NAME.Q4_1.gguf`."""
     if model.suffix != ".gguf":
         return "bfloat16"
     return model.stem.replace(".", "-").rpartition("-")[2]
@@ -372,7 +372,7 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nothing listens on."""
+    """Return a TCP port of this machine that nothing listens on."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

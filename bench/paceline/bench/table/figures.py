@@ -91,7 +91,7 @@ def interval(values: Any) -> list[float] | None:
 
 
 def ratio(cell: Cell, name: str, other: str) -> list[float] | None:
-    """The interval of one contestant's rate over another's on the same prompts."""
+    """Return the interval of one contestant's rate over another's on the same prompts."""
     ours, theirs = _rates(cell, name), _rates(cell, other)
     return interval(ours[key] / theirs[key] for key in ours.keys() & theirs.keys())
 
@@ -137,7 +137,7 @@ def _rate(cell: Cell, name: str) -> float:
 
 
 def _rates(cell: Cell, name: str) -> dict[str, float]:
-    """Tokens per second by group, where an answer has more than one token."""
+    """Return tokens per second by group, where an answer has more than one token."""
     samples = cell[name]["samples"]
     return {key: sample["rate"] for key, sample in samples.items() if sample["rate"]}
 

@@ -63,7 +63,7 @@ def transformers(model: Path, eos: list[int]) -> Generate:
 
 
 def openvino(model: Path, eos: list[int]) -> Generate:
-    """The model in the format of its file."""
+    """Return the model in the format of its file."""
     import numpy as np
     import openvino_genai as genai
     from openvino import Tensor

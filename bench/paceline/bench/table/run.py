@@ -155,7 +155,7 @@ async def _answer(
     place: int,
     seed: int,
 ) -> list[Answer]:
-    """The answers for one user, each after the one before.
+    """Return the answers for one user, each after the one before.
 
     Of several users the first answers differ in length, or all texts would begin and end at the
     same times, and prompts would be read together; the last ones differ as much the other way, so
@@ -173,7 +173,7 @@ async def _answer(
 
 
 def _groups(prompts: Prompts, size: int) -> Iterator[tuple[str, str, list[Prompt]]]:
-    """Category, number, and prompts that are asked together; categories take turns."""
+    """Yield category, number, and prompts that are asked together; categories take turns."""
     columns = [
         [
             (category, str(number), list(texts[number * size : (number + 1) * size]))
@@ -255,7 +255,7 @@ def _wanted(args: argparse.Namespace, name: str) -> bool:
 
 
 def _drafters(args: argparse.Namespace, target: Path, weights: str) -> Iterator[tuple[str, str]]:
-    """Names and specifications of Paceline's drafters for a target in a format."""
+    """Yield names and specifications of Paceline's drafters for a target in a format."""
     selfspec = f"selfspec=selfspec:{target},weights=int4"
     for given in args.drafter or [*drafters_for(target, "cpu", weights), selfspec]:
         name, _, spec = given.partition("=")
@@ -265,7 +265,7 @@ def _drafters(args: argparse.Namespace, target: Path, weights: str) -> Iterator[
 def contestants(
     args: argparse.Namespace, models: Models, source: ModelSource, phase: Phase
 ) -> Iterator[Contestant]:
-    """Engines of a phase that are here. Slow ones answer fewer prompts, and only greedily."""
+    """Yield engines of a phase that are here. Slow ones answer fewer prompts, only greedily."""
     # Engines of their own for --always: drafters that remember texts have not seen the answers.
     kinds: tuple[tuple[bool, bool | None], ...] = ((False, None), (True, None))[: 1 + args.always]
     if args.apart:
