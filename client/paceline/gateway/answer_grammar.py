@@ -31,7 +31,6 @@ from .tool_schemas import ANY_TYPE, closed, types_of
 _ARMED = ("<tool_call>", "<function=", "<|tool_call|>", "[TOOL_CALLS]")
 """Marks of calls in JSON or tags. Behind the others is Python, which stays free."""
 _GUIDANCE = {"whitespace_pattern": WHITESPACE, "lenient": True}
-_W = WHITESPACE
 
 
 def _is_number(value: Any) -> bool:

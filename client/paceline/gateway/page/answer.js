@@ -93,14 +93,14 @@ function mark(block, raw, owners) {
       run = "";
     };
     for (const [word] of node.data.matchAll(/\s+|\S+/g)) {
-      const found = word.trim() ? raw.indexOf(word, at) : raw.startsWith(word, at) ? at : -1;
+      const start = word.trim() ? raw.indexOf(word, at) : raw.startsWith(word, at) ? at : -1;
       for (let i = 0; i < word.length; i++) {
-        const owner = found < 0 ? token : owners[found + i];
+        const owner = start < 0 ? token : owners[start + i];
         if (owner?.index !== token?.index) flush();
         token = owner;
         run += word[i];
       }
-      if (found >= 0) at = found + word.length;
+      if (start >= 0) at = start + word.length;
     }
     flush();
     node.replaceWith(parts);

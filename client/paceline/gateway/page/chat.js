@@ -244,7 +244,7 @@ class AnswerView {
     this.#about = about;
     this.#goOn = button("Continue", goOn);
     this.#buttons = [this.#goOn, button("Regenerate", again), copyButton(() => this.#run.text)];
-    for (const each of this.#buttons) each.hidden = true;
+    for (const action of this.#buttons) action.hidden = true;
     this.#goOn.className = "continue";
     const footer = element("footer");
     footer.append(this.#figures, ...this.#buttons);
@@ -255,7 +255,7 @@ class AnswerView {
     this.#thought = new TokenText(thought);
     this.#thoughts.append(element("summary", "Thoughts"), thought);
     this.#thoughts.hidden = true;
-    for (const each of [place, thought]) linkTokens(each, run, panel, () => panel.show(run, about));
+    for (const text of [place, thought]) linkTokens(text, run, panel, () => panel.show(run, about));
     this.root.append(this.#thoughts, place, footer);
     // Screen readers read the answer when it is complete.
     this.root.ariaBusy = "true";
@@ -276,7 +276,7 @@ class AnswerView {
   end() {
     this.#ended = true;
     this.root.ariaBusy = "false";
-    for (const each of this.#buttons) each.hidden = false;
+    for (const action of this.#buttons) action.hidden = false;
     this.#goOn.hidden = !this.#run.cut(this.#about.context) || this.#run.full(this.#about.context) || !this.#run.text;
     this.#draw();
   }

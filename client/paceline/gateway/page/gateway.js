@@ -25,7 +25,7 @@ export class Gateway {
    */
   async model() {
     const { data } = await (await this.#ask("v1/models")).json();
-    const model = data.find((each) => each.status?.value === "loaded") ?? data[0];
+    const model = data.find(({ status }) => status?.value === "loaded") ?? data[0];
     return { chat_template: true, drafters: [], ...model };
   }
 

@@ -33,13 +33,13 @@ export const turnsOf = (id) => kept(`chat ${id}`, OF_ALL) ?? [];
 
 /** Keeps a chat; whether it is kept. */
 export function keepChat(id, turns) {
-  const others = chats().filter((each) => each.id !== id);
+  const others = chats().filter((chat) => chat.id !== id);
   const title = turns[0].content.slice(0, 60);
   return keep(`chat ${id}`, turns, OF_ALL) && keep(CHATS, [{ id, title }, ...others], OF_ALL);
 }
 
 export function deleteChat(id) {
-  keep(CHATS, chats().filter((each) => each.id !== id), OF_ALL);
+  keep(CHATS, chats().filter((chat) => chat.id !== id), OF_ALL);
   try {
     localStorage.removeItem(`chat ${id}`);
   } catch {

@@ -121,7 +121,7 @@ export class Panel {
         ["Drafter time", `${spent.draft_ms.toFixed(0)} ms`],
         ["Verifier time", `${spent.verify_ms.toFixed(0)} ms`],
         ["Drafter", spent.drafter_versions.join(", ") || "–"],
-        ["Accepted by source", Object.entries(spent.sources).map(([name, each]) => `${name} ${each.accepted}`).join(", ") || "–"],
+        ["Accepted by source", Object.entries(spent.sources).map(([name, source]) => `${name} ${source.accepted}`).join(", ") || "–"],
       );
     }
     return sums;

@@ -3,8 +3,8 @@
  *
  * A round is what one answer of the verifier brought: `{ at, steps, tokens, tree, undrafted }`. It is
  * a step with a tree, or some steps without one; none for the first token, which is the prompt's. A
- * token is `{ at, id, text, by, step }`, where `by` is "drafter" or "verifier", and `step` is the
- * index of its step: null for the prompt's. A step is `{ at, tokens, tree, undrafted }`.
+ * token is `{ at, text, by, step }`, where `by` is "drafter" or "verifier", and `step` is the index
+ * of its step: null for the prompt's. A step is `{ tokens, tree, undrafted }`.
  */
 export class Run {
   rounds = [];
@@ -97,12 +97,12 @@ export class Run {
 
   #add(round) {
     const at = this.now, { tree, undrafted } = round, first = this.steps.length;
-    for (let i = 0; i < round.steps; i++) this.steps.push({ at, tokens: 0, tree, undrafted });
-    round.token_ids.forEach((id, i) => {
+    for (let i = 0; i < round.steps; i++) this.steps.push({ tokens: 0, tree, undrafted });
+    round.proposed_by.forEach((by, i) => {
       // Steps that travel together have no tree: each brought a token.
       const step = round.steps ? first + Math.min(i, round.steps - 1) : null;
       if (step !== null) this.steps[step].tokens += 1;
-      this.tokens.push({ at, id, text: round.pieces[i] ?? "", by: round.proposed_by[i], step });
+      this.tokens.push({ at, text: round.pieces[i] ?? "", by, step });
     });
     // The end of a text may come without a token of its own.
     const rest = round.pieces.slice(round.token_ids.length).join("");

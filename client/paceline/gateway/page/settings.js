@@ -1,4 +1,4 @@
-/** The settings that both views share, and the requests that follow from them. */
+/** The settings, and the requests that follow from them. */
 
 import { keep, kept } from "./kept.js";
 
