@@ -27,7 +27,7 @@ from paceline.decoder import DecoderConfig
 from paceline.device import device_of
 from paceline.drafter import Budget, GenerationInfo, Resources, Update
 from paceline.drafter.growth.graphs import FED, NOISES
-from paceline.drafter.kv.reader import KvPages, KvReader, StateReader, StateSlice
+from paceline.drafter.kv.reader import CacheReader, KvPages, KvReader, StateReader, StateSlice
 from paceline.drafter.methods import method_class
 from paceline.kernels import SINKS, streaming
 
@@ -39,24 +39,29 @@ NEW, ROUNDS, WARM = 4, 30, 5
 BUDGET = Budget(32, 8)
 
 
-class PoolKv(KvReader):
-    """A layer of random KV in pages of a pool."""
+class PoolReader(CacheReader):
+    """Data in a pool that stays."""
 
-    def __init__(self, pool: Tensor, pages: np.ndarray) -> None:
-        self._pool, self._pages = pool, pages  # [pages, 2, Hkv, PAGE, D]
-        self.length = self._selection = 0
-        self._budget = 0
-        self.paged = pool.device.type == "cuda"
+    length = 0
 
     @property
     def committed(self) -> int:
         return self.length
 
     def check(self) -> None:
-        """It never goes."""
+        """The data never goes."""
 
     def close(self) -> None:
         """Nothing to release."""
+
+
+class PoolKv(PoolReader, KvReader):
+    """A layer of random KV in pages of a pool."""
+
+    def __init__(self, pool: Tensor, pages: np.ndarray) -> None:
+        self._pool, self._pages = pool, pages  # [pages, 2, Hkv, PAGE, D]
+        self._selection = self._budget = 0
+        self.paged = pool.device.type == "cuda"
 
     def refresh(self, below: int, budget: int) -> int:
         self._selection, self._budget = min(self.length, below), budget
@@ -83,23 +88,12 @@ class PoolKv(KvReader):
         )  # fmt: skip
 
 
-class PoolStates(StateReader):
+class PoolStates(PoolReader, StateReader):
     """Random hidden states, one row a layer and position."""
 
     def __init__(self, rows: Tensor) -> None:
         self._rows = rows  # [positions, layers, hidden]
-        self.length = 0
         self.paged = rows.device.type == "cuda"
-
-    @property
-    def committed(self) -> int:
-        return self.length
-
-    def check(self) -> None:
-        """They never go."""
-
-    def close(self) -> None:
-        """Nothing to release."""
 
     def read(self, begin: int, end: int) -> tuple[int, Tensor]:
         return begin, self._rows[begin:end].flatten(1)
