@@ -203,7 +203,7 @@ class _Grammar:
         return " ".join(parts)
 
     def _thoughts(self) -> str:
-        """Return a reference to the thoughts before an answer; empty if there may be none."""
+        """Return a reference to the thoughts before an answer; empty if there can be none."""
         forms = []
         for start, end in self.thoughts.items():
             rest = f"{self._limited(self._besides(end))} {self._mark(end)}"

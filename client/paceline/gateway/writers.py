@@ -199,7 +199,7 @@ class PartsWriter(Writer):
 
     @abstractmethod
     def _body(self, result: GenerationResult | None) -> Json:
-        """Return the whole answer with all parts so far; None if the text has not ended."""
+        """Return the whole answer with all parts so far; `result` is None before its end."""
 
 
 def told(job: GenerationJob, result: GenerationResult) -> Json:
