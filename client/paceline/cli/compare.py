@@ -68,7 +68,7 @@ class PromptComparison:
         return statistics.mean(map(_speed, self.results[drafter]))
 
     def ratios(self, drafter: str) -> Iterator[float]:
-        """Yield the speed of each run over that of the plain run beside it."""
+        """Yield the speed of each run over the speed of the plain run beside it."""
         for plain, drafted in zip(self.results["none"], self.results[drafter], strict=True):
             yield _speed(drafted) / _speed(plain)
 

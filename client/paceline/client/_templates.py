@@ -101,8 +101,7 @@ class Prompt(str):
 
 @dataclass(frozen=True)
 class Conversation:
-    """What is rendered. All values are those of JSON; messages and tools have the form of OpenAI's
-    API."""
+    """What is rendered: values of JSON. Messages and tools have the form of OpenAI's API."""
 
     templates: Mapping[str, str]  # of the model, by name
     messages: Sequence[Mapping[str, Any]]

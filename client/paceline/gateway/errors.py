@@ -70,7 +70,7 @@ def from_validation(error: ValidationError) -> ApiError:
 
 
 def _meant(errors: Sequence[ErrorDetails], start: int = 0) -> Sequence[ErrorDetails]:
-    """Return the errors without those of types that the first invalid field was not meant to have.
+    """Return the errors but for types that the first invalid field was not meant to have.
 
     The type that a value was meant to have is the one that it comes nearest to: the type with the
     deepest error, among those the one with the fewest, and then with the latest.

@@ -1,4 +1,4 @@
-"""The models that a gateway serves: the one of its verifiers, or several, which `paceline serve`
+"""The models that a gateway serves: its verifiers' model, or several, which `paceline serve`
 loads when they are asked for."""
 
 from __future__ import annotations

@@ -409,7 +409,7 @@ def _begins_call(text: str, names: frozenset[str]) -> bool:
 
 def _calls_in(text: str, use: ToolUse, ended: bool) -> tuple[list[tuple[str, str]], str]:
     """Return names and arguments of the calls in a block, and the text that is none. Without an end
-    of the block (`ended`), calls are those that have an end of their own."""
+    of the block (`ended`), only calls with an end of their own count."""
     if text.strip() in use.names:
         return ([(text.strip(), "{}")], "") if ended else ([], text)
     fenced = _FENCED.fullmatch(text)

@@ -406,8 +406,8 @@ def of_completion(
     codec: TextCodec,
     offset: int,
 ) -> Json:
-    """Return the form of completions. `entries` and `pieces` are those of the tokens; the entry of
-    the first token of a prompt is None. `offset` is the number of characters before the tokens."""
+    """Return the form of completions. `entries` and `pieces` belong to the tokens; the entry of a
+    prompt's first token is None. `offset` is the number of characters before the tokens."""
 
     def likeliest(entry: TokenLogprob) -> dict[str, float]:
         # As in OpenAI's API, the likeliest comes first, and the token itself is always included.

@@ -91,7 +91,7 @@ class RandomWeights(Mapping[str, Tensor]):
 class Pages:
     """KV of some sequences in shuffled pages of one pool.
 
-    It is itself a cache for the decoder: that of the first sequence.
+    It is itself a cache for the decoder: the first sequence's.
     """
 
     table = None

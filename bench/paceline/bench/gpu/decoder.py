@@ -35,8 +35,8 @@ from paceline.kernels import MAX_TREE_NODES, ProbedBlock, QueryBlock, plan_trees
 # which is the best case of a tree; behind the others its paths compute the keys of a chunk again.
 STEP_CONTEXTS = {"bfloat16": (2048, 2300, 32768, 33000), "int8": (2048, 2300)}
 NODES = (1, 8, 16, 64)
-# Most time of a step with equal bits over that of one with the library's choice of products, of a
-# step with 64 nodes over that of one, and of a step on an H100.
+# Largest times: of a step with equal bits over one with the library's choice of products, of a step
+# with 64 nodes over one with one, and of a step on an H100 in milliseconds.
 TARGETS: Targets = {
     **{(f"bfloat16, context {n}", "step_over_fast"): 1.04 for n in STEP_CONTEXTS["bfloat16"]},
     **{(f"bfloat16, context {n}", "64_nodes_over_step"): 1.3 for n in (32768, 33000)},

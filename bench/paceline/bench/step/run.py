@@ -26,8 +26,8 @@ from paceline.kernels.program import Kind
 
 Quartiles = dict[str, list[float]]  # by figure
 Cells = dict[str, dict[str, Quartiles]]  # by context and engine
-# Parts of a step. What prepares a product belongs to the stage of the operation before it; the choice of
-# tokens is argmax here; the host makes plans, arguments and tensors.
+# Parts of a step. What prepares a product belongs to the stage of the operation before it; the
+# choice of tokens is argmax here; the host makes plans, arguments and tensors.
 PARTS = ("linear layers", "attention", "head and choice", "norms, RoPE, gates", "host")
 _ATTENTION = {Kind.ATTEND, Kind.ATTEND_CONTEXT, Kind.DELTA}
 _STEPS = 40
