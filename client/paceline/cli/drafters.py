@@ -16,7 +16,7 @@ from rich.table import Table
 
 from paceline.cli.command import CommandError, exit_with, refuse_options
 from paceline.cli.connection import add_connection_arguments, client_of, tls_of, verifier_address
-from paceline.cli.output import Output
+from paceline.cli.output import WIDE, Output
 from paceline.cli.progress import waiting
 from paceline.client import (
     Client,
@@ -41,7 +41,6 @@ _CHECK_TOKENS = 32  # new tokens of each prompt of a check
 _CHECK_TIMEOUT = 30.0  # maximum wait for a tree in a check, in seconds; speed is not judged
 
 Call = Callable[[str, Message], Awaitable[Any]]  # the registry's RPC of a name, with a request
-_WIDTH = 1000  # columns of a wide table: a long line is easier to read than columns cut short
 
 
 def drafter_address() -> str:
@@ -133,16 +132,15 @@ def _inspect(args: argparse.Namespace) -> int:
         raise CommandError(
             f"{args.folder} is no drafter: {what}; give a drafter's folder, or a {MODEL}"
         )
-    with exit_with(2, OSError, ValueError):
-        with waiting(lambda: f"reading {args.folder}"):
-            inspection = inspect_drafter(args.folder, args.target)
+    with exit_with(2, OSError, ValueError), waiting(lambda: f"reading {args.folder}"):
+        inspection = inspect_drafter(args.folder, args.target)
     if args.json:
         print(json.dumps({**inspection.facts, "problems": inspection.problems}, indent=2))
         return int(bool(inspection.problems))
     table = Table(show_header=False, box=None)
     for name, value in inspection.facts.items():
         table.add_row(name, value)
-    Output(width=_WIDTH).print(table)  # paths are not cut
+    Output(width=WIDE).print(table)  # paths are not cut
     for problem in inspection.problems:
         print(f"does not fit: {problem}")
     return int(bool(inspection.problems))

@@ -10,12 +10,10 @@ from shutil import rmtree
 from rich.table import Table
 
 from paceline.cli.command import CommandError, exit_with
-from paceline.cli.output import Output
+from paceline.cli.output import WIDE, Output
 from paceline.cli.progress import described, size, waiting
 from paceline.formats import WEIGHTS
 from paceline.harness.models import local_model
-
-_WIDTH = 1000  # columns of a wide table: a long line is easier to read than columns cut short
 
 
 def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,5 +71,5 @@ def run_models(args: argparse.Namespace) -> int:
             it = entry.description
             made_of = " + ".join(filter(None, (it.source, it.lora)))
             table.add_row(entry.folder.name, size(entry.size), it.config.weights, used, made_of)
-        Output(width=_WIDTH).print(table)
+        Output(width=WIDE).print(table)
     return 0

@@ -12,6 +12,8 @@ from rich.console import Console
 if TYPE_CHECKING:
     from paceline.client import Chunk
 
+WIDE = 1000  # columns of a wide table: a long line is easier to read than columns cut short
+
 
 class Output(Console):
     """A console for text that is neither interpreted nor wrapped; settings as of rich's Console."""

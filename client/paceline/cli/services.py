@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.cli.command import refuse_options
-from paceline.cli.connection import add_service_arguments, client_of
+from paceline.cli.connection import add_service_arguments, client_of, verifier_address
 from paceline.cli.progress import described, waiting
 from paceline.cli.service_process import (
     DRAFTER_ADDRESS,
@@ -226,7 +225,6 @@ def _build_drafter(args: argparse.Namespace, metrics: CollectorRegistry | None) 
         device = str(find_device(args.device, preferred=1))
         load = drafters_for(args.target, device, args.target_weights, args.target_lora)
 
-    verifiers = os.environ.get("PACELINE_VERIFIER_ADDRESS") or VERIFIER_ADDRESS
     access = VerifierAccess(
         token=read_token(args.token_file),
         tls_ca=args.verifier_tls_ca,
@@ -235,7 +233,7 @@ def _build_drafter(args: argparse.Namespace, metrics: CollectorRegistry | None) 
     )
     return build_service(
         [DrafterSpec.parse(text) for text in load],
-        verifiers=args.verifier or verifiers.split(","),
+        verifiers=args.verifier or verifier_address().split(","),
         roots=args.root,
         threads=args.threads,
         access=access,

@@ -41,7 +41,7 @@ from paceline.harness import ProcessFailed
 
 _WARM_UP_TOKENS = 64  # tokens in which verifier and client measure what rounds cost
 Prompts = Mapping[str, Sequence[Prompt]]  # prompts by category
-# Categories whose answers are bound by a JSON schema: the prompt's own, or one of calls of its tools.
+# Categories whose answers are bound by a JSON schema: the prompt's own, or one for its calls.
 BOUND = ("json", "tools")
 CATEGORIES = (*FREE, *BOUND)
 MIXED = "chat, code, mathematics"  # the category of several users: prompts of the three in turn
