@@ -62,7 +62,7 @@ def read(files: list[Path], source: ModelSource, tokens: int) -> dict[str, list[
 def chat_encoder(
     source: ModelSource,
 ) -> Callable[[str | list[int], Sequence[dict[str, Any]]], list[int]]:
-    """Returns what gives the token ids of a user turn with tools, in the target's chat template.
+    """Return what gives the token ids of a user turn with tools, in the target's chat template.
 
     Token ids stay as they are. Without a template, so do texts.
     """
@@ -82,7 +82,7 @@ def chat_encoder(
 
 
 def _bindings(path: Path) -> list[dict[str, Any]]:
-    """For each prompt of a file, the fields that bind its answer."""
+    """Yield, for each prompt of a file, the fields that bind its answer."""
     if path.suffix not in (".jsonl", ".json"):
         return [{}]
     lines = [json.loads(line) for line in read_text(path).split("\n") if line.strip()]

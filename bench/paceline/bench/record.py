@@ -122,7 +122,7 @@ def make_console() -> Console:
 
 
 def digest(weights: Path) -> str:
-    """SHA-256 over a file, or over the safetensors files of a folder."""
+    """Return the SHA-256 of a file, or of the safetensors files of a folder."""
     files = sorted(weights.glob("*.safetensors")) if weights.is_dir() else [weights]
     return fingerprint_files(b"", files)
 

@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _services(args: argparse.Namespace) -> Iterator[None]:
-    """Services of MODEL for the length of the block, and the verifier's address in `args`."""
+    """Run MODEL's services for the length of the block, with the verifier's address in `args`."""
     if args.model is None:
         yield
         return
@@ -262,7 +262,7 @@ class Chat:
             self.notice(f"({unused})")
 
     def _style(self, drafter: str | None) -> str:
-        """Colour of tokens of a drafter; None for the default one."""
+        """Return the style of tokens of a drafter; None for the default one."""
         place = self._drafters.index(drafter) if drafter in self._drafters else 0
         return f"bold {_COLOURS[place % len(_COLOURS)]}"
 

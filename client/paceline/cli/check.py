@@ -71,7 +71,7 @@ async def _check(client: Client, receipt: Receipt) -> ReceiptCheck:
 
 @contextmanager
 def _verifier(args: argparse.Namespace, receipt: Receipt) -> Iterator[None]:
-    """A verifier of --target for the length of the block, and its address in `args`."""
+    """Run a verifier of --target for the length of the block, with its address in `args`."""
     if args.target is None:
         yield
         return

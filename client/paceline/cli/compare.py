@@ -209,7 +209,7 @@ async def _measure(
 
 
 def _speed(result: GenerationResult) -> float:
-    """Tokens/s after the first token: the prefill is the same for all."""
+    """Return tokens/s after the first token: the prefill is the same for all."""
     stats = result.stats
     return (len(result.token_ids) - 1) / (stats.total_ms - stats.first_token_ms) * 1e3
 
@@ -383,7 +383,7 @@ async def _stream(
 
 
 def default_target(console: Console) -> Path:
-    """SmolLM2 where it can be had within a minute, else the demo target; says which."""
+    """Return SmolLM2 if it can be had within a minute, else the demo target; says which."""
     model = MODELS["smollm2"]
     if not model.path.is_file():
         console.print("Fetching SmolLM2-135M-Instruct (93 MB) ...", style="dim")

@@ -23,7 +23,7 @@ class Output(Console):
         super().__init__(**{**plain, **settings})
 
     def on_broken_pipe(self) -> None:
-        """Leaves the BrokenPipeError, which rich handles when it calls this, to `main`."""
+        """Leave the BrokenPipeError, which rich handles when it calls this, to `main`."""
         raise
 
 

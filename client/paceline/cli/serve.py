@@ -280,7 +280,7 @@ def _run_models(args: argparse.Namespace, models: Sequence[Path]) -> int:
 def _service_of_model(
     args: argparse.Namespace, index: int, name: str, path: Path, folder: str
 ) -> ServiceProcess:
-    """`paceline serve` of one of several models. The first one has the given addresses."""
+    """Return `paceline serve` of one of several models. The first one has the given addresses."""
     addresses = args.verifier_address, args.drafter_address
     verifier, drafter = (
         addresses if not index else (f"unix:{folder}/{index}v", f"unix:{folder}/{index}d")
@@ -404,7 +404,7 @@ def _check_options(args: argparse.Namespace) -> None:
 
 
 def _check(args: argparse.Namespace, model: Path) -> None:
-    """The same for a model and its drafters."""
+    """Check the same for a model and its drafters."""
     _check_options(args)
     with exit_with(2, OptionsError, ValueError, OSError, LoadError):
         _import_once()
@@ -571,7 +571,7 @@ def _roots(args: argparse.Namespace, model: Path) -> list[Path]:
 
 
 def _gateway_arguments(args: argparse.Namespace) -> list[str]:
-    """The gateway trusts the services' certificate as the drafter does."""
+    """Return arguments of the gateway: it trusts the same certificate as the drafter."""
     from paceline.gateway import GatewayOptions
 
     names = ("token_file", "log_format", "log_level", "api_key_file", "chat_template")

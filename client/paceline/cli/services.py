@@ -182,7 +182,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, help: str) -> None:
 def own_services(
     target: Path, weights: str, drafters: Iterable[str], *common: str
 ) -> Iterator[str]:
-    """The address of a verifier, which runs beside a drafter for the length of the block.
+    """Run a verifier beside a drafter for the length of the block, and yield its address.
 
     Drafters are as of `load_arguments`; `common` are arguments of both services. Raises
     ProcessFailed if one of them does not start.

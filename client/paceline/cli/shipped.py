@@ -197,7 +197,7 @@ def _smaller_bytes(path: Path, target: ModelSource) -> int:
 
 
 def models_folder() -> Path | None:
-    """`models` below the working folder or of the checkout that contains this file, if any."""
+    """Return `models` below the working folder or of the checkout with this file, if any."""
     roots = (Path.cwd(), *Path(__file__).resolve().parents)
     folders = (root / "models" for root in roots if (root / "models" / "demo" / "target").is_dir())
     return next(folders, None)

@@ -162,8 +162,8 @@ class TemplateProcess:
         return f"<TemplateProcess {state}>"
 
     def render(self, model: Model, messages: Sequence[Mapping[str, Any]], **options: Any) -> Prompt:
-        """As `render_chat`: call it in a thread. Raises InvalidRequestError also if the template
-        exceeds its limits."""
+        """Render as `render_chat`: call it in a thread. Raises InvalidRequestError also if the
+        template exceeds its limits."""
         asked = vars(_conversation(model, messages, **options))
         try:
             request = json.dumps({**asked, "seconds": self._seconds}).encode()

@@ -155,7 +155,7 @@ def _details(
 
 @contextmanager
 def rpc_errors(kind: str = "service", address: str = "") -> Iterator[None]:
-    """Context manager around a gRPC call that raises exceptions of this module only.
+    """Let a gRPC call raise exceptions of this module only, as a context manager.
 
     Takes what is called and its address, for the messages. grpc.aio raises
     `asyncio.CancelledError` for a status CANCELLED of the peer. Unless the running task was

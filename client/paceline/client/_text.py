@@ -54,7 +54,7 @@ _FINISH_REASONS: dict[int, FinishReason] = {
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Printable bytes map to their own characters, the others to those from U+0100 on, in order."""
+    """Map printable bytes to their own characters, others to those from U+0100 on, in order."""
     prints = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in prints]
     return {chr(byte): byte for byte in prints} | {
@@ -307,7 +307,7 @@ class TokenizerCache:
 
 
 def _unpacked(packed: bytes) -> bytes:
-    """Gzip-compressed content. Raises ValueError if it is not that, or too long."""
+    """Return gzip-compressed content. Raises ValueError if it is not that, or too long."""
     reader = zlib.decompressobj(wbits=31)
     try:
         content = reader.decompress(packed, _MAX_TOKENIZER)
@@ -520,7 +520,7 @@ class EmittedText:
         )
 
     def _read(self, tokens: Iterable[int]) -> list[str]:
-        """Final text of each token, up to the one that completes a stop string."""
+        """Return the final text of each token, up to the one that completes a stop string."""
         assert self._detokenizer is not None
         pieces: list[str] = []
         for token in tokens:

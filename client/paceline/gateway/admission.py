@@ -129,7 +129,7 @@ class Place:
             return await answer
 
     async def loaded(self, answer: Awaitable[Client]) -> None:
-        """Waits, however long, for the client of a loaded model. Raises ApiError if the gateway
+        """Wait, however long, for the client of a loaded model. Raises ApiError if the gateway
         drains."""
         async with self._admission.waiting(None):
             self._client = await self.patient(answer)
@@ -179,7 +179,7 @@ class Admission:
 
     @contextmanager
     def enter(self) -> Iterator[Place]:
-        """A place for a request. Raises ApiError if the gateway drains, or is full."""
+        """Take a place for a request. Raises ApiError if the gateway drains, or is full."""
         self.check_open()
         if len(self._places) >= self._max_requests and not self._take_from_another(None, _full):
             raise _full()
@@ -232,7 +232,7 @@ class Admission:
 
     @asynccontextmanager
     async def waiting(self, seconds: float | None) -> AsyncIterator[None]:
-        """Waits for a verifier, until it is too late (None: it never is) or the gateway drains."""
+        """Wait for a verifier, until it is too late (never if None) or the gateway drains."""
         self.check_open()
         wait = Wait(seconds, _unanswered)
         self._waiting.add(wait)

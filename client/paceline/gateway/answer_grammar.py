@@ -191,7 +191,7 @@ class _Grammar:
         return f"<[{','.join(str(self.ids[mark]) for mark in marks)}]>"
 
     def _besides(self, *marks: str) -> str:
-        """Any token but these, where they are tokens, and those that end the text."""
+        """Return any token but these, where they are tokens, and those that end the text."""
         left_out = [self.ids[mark] for mark in marks if mark in self.ids]
         return f"<[^{','.join(map(str, [*left_out, *self._eos]))}]>"
 
@@ -222,7 +222,7 @@ class _Grammar:
         return "thought" if self._thought else "thought*" if self._budget is None else "thought?"
 
     def _limited(self, token: str) -> str:
-        """As many tokens as a thought may have."""
+        """Return as many tokens as a thought may have."""
         if self._budget == 0:
             return ""
         return f"{token}*" if self._budget is None else f"{token}{{0,{self._budget}}}"
@@ -267,7 +267,7 @@ class _Grammar:
         return _guided(closed(parameters))
 
     def _objects(self) -> str:
-        """Objects with a name and arguments, one or several, in an array or not."""
+        """Return objects with a name and arguments, one or several, in an array or not."""
         calls: list[dict[str, Any]] = []
         parts: dict[str, Any] = {}
         for index, name in enumerate(sorted(self._use.names)):

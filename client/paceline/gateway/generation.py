@@ -252,7 +252,7 @@ class JobBuilder:
         )
 
     def _user(self, name: str) -> str:
-        """Whose text it is, for the verifier, which knows this gateway only."""
+        """Return whose text it is, for the verifier, which knows this gateway only."""
         facts = (self._options.api_key or "", name)
         return blake2b("\0".join(facts).encode(), digest_size=16).hexdigest() if any(facts) else ""
 
@@ -357,7 +357,7 @@ async def generate_texts(
         await receive(TextEvent(index, None, result, parent.prompt_logprobs))
 
     async def generate(number: int, began: asyncio.Event) -> None:
-        """All choices of a prompt."""
+        """Generate all choices of a prompt."""
         prompt, first = job.prompts[number], number * len(job.choices)
         parent = client.generate(prompt, keep_cache=len(job.choices) > 1, **job.choices[0])
         parent.operation = job.operation

@@ -48,7 +48,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @web.middleware
 async def in_form_of_path(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Errors in OpenAI's form, or in Anthropic's."""
+    """Give errors OpenAI's form, or Anthropic's."""
     # No variable keeps an error, and with its traceback the request's body.
     try:
         return await handler(request)

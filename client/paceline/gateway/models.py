@@ -140,5 +140,5 @@ class ManagedModels:
 
 
 def _reason(line: bytes) -> str:
-    """Why a model is not loaded; empty if it is."""
+    """Return why a model is not loaded; empty if it is."""
     return line.decode().strip() if line else "`paceline serve` has ended"

@@ -195,7 +195,7 @@ class Tool(Body):
         return tool
 
     def for_template(self) -> dict[str, Any]:
-        """The tool for `render_chat`: as it was sent, its order included, since templates print it.
+        """Return the tool for `render_chat` as it was sent, in its order, since templates print it.
         Null fields are absent ones, but what a schema has as null is a part of the schema."""
         sent = self._sent.get("function") or self._sent["custom"]
         function = present(sent) | {"parameters": self.function.parameters}
@@ -488,7 +488,7 @@ class GenerationRequest(CommonRequest, Constrained):
         return None if self.seed is None else (self.seed + choice) % 2**64
 
     def sampling(self) -> dict[str, Any]:
-        """Sampling arguments of `Client.generate`, but the seed."""
+        """Return the sampling arguments of `Client.generate`, but the seed."""
         names = (
             *("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"),
             *("repetition_penalty", "stop_token_ids", "ignore_eos", "drafter", "isolated"),

@@ -217,7 +217,7 @@ class ResponsesRequest(CommonRequest, CallingRequest):
     @model_validator(mode="before")
     @classmethod
     def _with_all_tools(cls, fields: Any) -> Any:
-        """Tools of items and of namespaces are tools of the request."""
+        """Make tools of items and of namespaces tools of the request."""
         given = (fields.get("tools") or []) if isinstance(fields, dict) else None
         if not isinstance(given, list):
             return fields
@@ -401,7 +401,7 @@ class ResponsesWriter(PartsWriter):
         return [*events, self._event(f"response.{response['status']}", response=response)]
 
     def failed(self, error: ApiError) -> list[Json]:
-        """Two events, as of OpenAI: some clients read the error, others the response."""
+        """Return two events, as OpenAI does: some clients read the error, others the response."""
         told = error.body["error"]
         code = "invalid_prompt" if error.status < 500 else "server_error"
         code = "rate_limit_exceeded" if error.status == 429 else code

@@ -272,8 +272,8 @@ class Gateway:
         }
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
-        """200 while new requests are accepted and a verifier is reachable, with its drafters, or
-        while models can be loaded, with their states."""
+        """Answer 200 while new requests are accepted and a verifier is reachable, with its
+        drafters, or while models can be loaded, with their states."""
         if self.admission.gate.closed:
             return web.json_response({"status": "draining"}, status=503)
         if not files_left():
@@ -292,7 +292,7 @@ class Gateway:
 
     @web.middleware
     async def _count(self, request: web.Request, handler: middleware.Handler) -> web.StreamResponse:
-        """The connection of a request is used while it is answered."""
+        """Count the connection of a request as used while it is answered."""
         peer = request.transport and request.transport.get_extra_info("peername")
         with self.connections.in_call(peer[1] if isinstance(peer, tuple) else 0):
             return await handler(request)
@@ -301,7 +301,7 @@ class Gateway:
     async def _refuse_while_draining(
         self, request: web.Request, handler: middleware.Handler
     ) -> web.StreamResponse:
-        """Before anything else: what a request would wait for may be gone already."""
+        """Refuse before anything else: what a request would wait for may be gone already."""
         if request.path.startswith(middleware.API_PATHS):
             self.admission.check_open()
         return await handler(request)
@@ -423,7 +423,7 @@ async def _drain(gateway: Gateway, seconds: float) -> None:
 
 
 def serve_gateway_metrics(options: GatewayOptions) -> tuple[GatewayMetrics, MetricsEndpoint | None]:
-    """Metrics, and their own endpoint if there is an address for it."""
+    """Serve metrics, at an endpoint of their own if there is an address for it."""
     registry = new_registry()
     metrics = GatewayMetrics(registry)
     if options.metrics_address is None:
@@ -434,7 +434,7 @@ def serve_gateway_metrics(options: GatewayOptions) -> tuple[GatewayMetrics, Metr
 async def _listen(
     runner: web.AppRunner, options: GatewayOptions, context: ssl.SSLContext | None
 ) -> str:
-    """Binds; returns the address with the bound port."""
+    """Bind; returns the address with the bound port."""
     path = socket_path_of(options.address)
     site: web.BaseSite
     if path is not None:

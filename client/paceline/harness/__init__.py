@@ -301,7 +301,7 @@ def _run_forked(main: Callable[[Sequence[str]], int], words: Sequence[str]) -> N
 def local_services(
     verifier: Sequence[str], drafter: Sequence[str], environment: Mapping[str, str] | None = None
 ) -> Iterator[tuple[ServiceProcess, ServiceProcess]]:
-    """A verifier, and a drafter that has joined it, with these arguments, started side by side.
+    """Run a verifier and a drafter that has joined it with these arguments, started side by side.
 
     Both stop at the end of the block. Raises ProcessFailed if one of them is not ready in time.
     """

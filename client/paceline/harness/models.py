@@ -75,7 +75,7 @@ def is_model_name(text: str) -> bool:
 
 
 def hub_folder() -> Path:
-    """Where models of a hub are, as ORG/NAME."""
+    """Return where models of a hub are, as ORG/NAME."""
     return user_cache_dir() / "models" / "hub"
 
 

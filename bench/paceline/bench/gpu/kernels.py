@@ -46,7 +46,7 @@ def matrices(config: DecoderConfig, drafted: int) -> dict[str, tuple[int, int]]:
 
 
 def ways(weight: Tensor, size: int) -> dict[str, Callable[[], Product]]:
-    """What makes the product by a weight ``[outs, ins]`` in each way, over memory of its own."""
+    """Return, by way, what makes the product by a weight ``[outs, ins]``, in its own memory."""
     return {
         LIBRARY: lambda: partial(linear, weight=weight.clone()),
         SERVED: lambda: partial(

@@ -186,7 +186,7 @@ def write_target(folder: Path, config: DecoderConfig, device: torch.device, seed
 
 
 def config_fields(config: DecoderConfig) -> dict[str, Any]:
-    """Returns what a folder of Hugging Face's form says of a target."""
+    """Return what a folder of Hugging Face's form says of a target."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -445,7 +445,7 @@ class Job:
 
 
 def jobs(count: int) -> list[Job]:
-    """Ends of demo prompts of different lengths; every second text is sampled."""
+    """Return ends of demo prompts of different lengths; every second text is sampled."""
     prompts = demo_prompts(DEMO / "prompts", DEMO / "target")
     chosen = [prompts[index % len(prompts)] for index in range(count)]
     return [Job(ids[-300 + 7 * n :], 0.8 * (n % 2), n) for n, ids in enumerate(chosen)]

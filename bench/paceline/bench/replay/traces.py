@@ -160,6 +160,6 @@ class Replay:
 
 
 def _places(text: Text) -> Iterator[tuple[Round, int]]:
-    """For each token the round that emitted it, and the number of its tokens before."""
+    """Yield for each token the round that emitted it, and the number of its tokens before."""
     for entry in text.rounds:
         yield from ((entry, below) for below in range(entry.emitted))

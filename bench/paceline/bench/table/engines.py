@@ -337,7 +337,7 @@ def llama_server(
     draft: Path | None = None,
     every: int = 1,
 ) -> Server:
-    """``llama-server`` on one GGUF file, by mode of n-gram speculation, and with a draft model.
+    """Run ``llama-server`` on a GGUF file, by mode of n-gram speculation, and with a draft model.
 
     A prompt is read anew each time. At temperature 0.7 no filter is applied, as in the others.
     """

@@ -19,7 +19,7 @@ _A_STEP = {"checked_a_step": "checked", "draft_ms": "draft_ms", "step_ms": "veri
 
 
 def sample(answers: Sequence[Answer], prompts: Sequence[list[int]]) -> Sample:
-    """One or several requests at a time.
+    """Return the figures of one request, or of several at a time.
 
     The rate counts tokens after the first over the time from the first token to the last.
     """
