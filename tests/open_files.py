@@ -6,6 +6,8 @@ import gc
 import os
 from contextlib import suppress
 
+MEMORY = "/memfd:"
+
 
 def open_files(prefix: str) -> int:
     """Return how many descriptors of this process are of files whose name starts so.
@@ -23,4 +25,4 @@ def open_files(prefix: str) -> int:
 def memory_files() -> int:
     """Return how many memory files are open once garbage is collected."""
     gc.collect()
-    return open_files("/memfd:")
+    return open_files(MEMORY)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from open_files import open_files
+from open_files import MEMORY, open_files
 from stub_driver import NO_FILES, NO_HANDLES, StubDriver
 
 from paceline.cuda import memory as cuda
@@ -23,7 +23,7 @@ from paceline.cuda.memory import (
 )
 
 SIZE = 100_000
-FILES = "/memfd:gpu"  # the name that the stub gives
+FILES = MEMORY + "gpu"  # the name that the stub gives
 
 
 @pytest.fixture(params=["", NO_FILES], ids=["file", "ipc"])
