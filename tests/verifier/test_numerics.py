@@ -10,8 +10,8 @@ from verifier_support import Serve, text
 
 from paceline.convert import load_decoder, open_model, prepare
 from paceline.cuda.graphs import GraphRunner
-from paceline.cuda.products import FixedProducts
 from paceline.decoder import Decoder
+from paceline.decoder.linear import FixedProducts
 from paceline.decoder.model import numerics_for
 from paceline.device import CPU, device_of
 from paceline.kernels import _native

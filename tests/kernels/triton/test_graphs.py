@@ -15,13 +15,14 @@ from paceline.bench.gpu.cases import RandomWeights
 from paceline.convert import Packer
 from paceline.convert.families import layer_shapes
 from paceline.cuda.graphs import FIXED_SHAPES, GraphRunner
-from paceline.cuda.products import FIXED_ROWS, FixedProducts
+from paceline.cuda.products import FIXED_ROWS
 from paceline.decoder import (
     Decoder,
     DecoderConfig,
     ForwardResult,
     LocalCache,
 )
+from paceline.decoder.linear import FixedProducts
 from paceline.device import CPU, SHAPES, Device, DeviceLost
 from paceline.kernels import QueryBlock, plan_trees
 from paceline.text import Text

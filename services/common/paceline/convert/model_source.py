@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import paceline.convert
 import paceline.decoder
 import paceline.kernels
 from paceline.convert.sandbox import Progress, run_in_child
@@ -54,9 +53,8 @@ def _make(make: Callable[[], Any], _: Progress) -> Any:
 @cache
 def code_digest() -> str:
     """A digest of the code that reads models and packs them."""
-    packages = (paceline.convert, paceline.decoder, paceline.kernels)
-    folders = (Path(str(package.__file__)).parent for package in packages)
-    return " ".join(map(digest_of_sources, folders))
+    files = (__file__, paceline.decoder.__file__, paceline.kernels.__file__)
+    return " ".join(digest_of_sources(Path(str(file)).parent) for file in files)
 
 
 def file_facts(path: Path) -> tuple[object, ...]:

@@ -13,17 +13,15 @@ import hashlib
 import logging
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-import paceline.cuda
 import paceline.kernels
 from paceline.decoder import Decoder, Linear
-from paceline.decoder.linear import Experts
+from paceline.decoder.linear import Experts, FixedProducts
 from paceline.decoder.remembered import digest_of_sources
 
 _log = logging.getLogger(__name__)
@@ -32,25 +30,6 @@ _log = logging.getLogger(__name__)
 FIXED_ROWS = (*range(64, 513, 64), 768, 1024)
 SLICES = FIXED_ROWS[:1]  # numbers of rows where products of several sizes differ
 _DIGEST_ROWS = 16
-
-
-@dataclass(frozen=True)
-class FixedProducts:
-    """How the products of a model are computed."""
-
-    # For each shape `OUTSxINS` the numbers of rows that its products have, or that they are sums of
-    # integers, which are exact in any order.
-    rules: dict[str, str]
-    differs: str  # why the bits of a row still depend on other rows; empty if they do not
-    digest: str  # SHA-256 (hex) of test products
-
-    def __str__(self) -> str:
-        """What bits depend on: the rules with the shapes that have them, and the digest."""
-        shapes: dict[str, list[str]] = {}
-        for shape, rule in self.rules.items():
-            shapes.setdefault(rule, []).append(shape)
-        named = [f"products of {rule}: {' '.join(found)}" for rule, found in shapes.items()]
-        return ", ".join([*named, f"digest {self.digest[:16]}"])
 
 
 def use_library_without_splits(*, fixed: bool) -> None:
@@ -155,7 +134,7 @@ def describe_device(device: torch.device) -> str:
 def describe_kernels() -> str:
     """What the bits of a GPU's steps depend on in Paceline: a digest of the sources of its kernels,
     and its version, if it is installed."""
-    folders = (Path(str(each.__file__)).parent for each in (paceline.cuda, paceline.kernels))
+    folders = (Path(file).parent for file in (__file__, str(paceline.kernels.__file__)))
     parts = [f"kernels {' '.join(digest_of_sources(folder)[:16] for folder in folders)}"]
     with suppress(PackageNotFoundError):
         parts.append(f"Paceline {version('paceline')}")

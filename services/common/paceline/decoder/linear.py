@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -138,3 +139,22 @@ class Experts:
         counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
         parts = zip(self.experts, x.split(counts), strict=True)
         return torch.cat([expert(part) for expert, part in parts if len(part)])
+
+
+@dataclass(frozen=True)
+class FixedProducts:
+    """How the products of a model are computed."""
+
+    # For each shape `OUTSxINS` the numbers of rows that its products have, or that they are sums of
+    # integers, which are exact in any order.
+    rules: dict[str, str]
+    differs: str  # why the bits of a row still depend on other rows; empty if they do not
+    digest: str  # SHA-256 (hex) of test products
+
+    def __str__(self) -> str:
+        """What bits depend on: the rules with the shapes that have them, and the digest."""
+        shapes: dict[str, list[str]] = {}
+        for shape, rule in self.rules.items():
+            shapes.setdefault(rule, []).append(shape)
+        named = [f"products of {rule}: {' '.join(found)}" for rule, found in shapes.items()]
+        return ", ".join([*named, f"digest {self.digest[:16]}"])

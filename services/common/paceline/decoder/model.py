@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
 from paceline.decoder.config import DecoderConfig, Rope, UnsupportedModelError
 from paceline.decoder.layer import build_layer, heads_of, linears_of, record_entry, record_layer
-from paceline.decoder.linear import Linear
+from paceline.decoder.linear import FixedProducts, Linear
 from paceline.decoder.packed import Parts
 from paceline.device import device_of
 from paceline.kernels import (
@@ -36,9 +36,6 @@ from paceline.kernels import (
 )
 from paceline.kernels.executor import NativeProgram
 from paceline.kernels.linear import PackedMatrix
-
-if TYPE_CHECKING:
-    from paceline.cuda.products import FixedProducts
 
 _SAMPLES = 4096  # positions and tokens of which the rules have digests
 

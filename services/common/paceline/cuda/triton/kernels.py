@@ -7,7 +7,6 @@ import torch
 from paceline.cuda.triton.backend import Launch, TritonRows, accept_drafts, perturbed
 from paceline.cuda.triton.candidates import best_of_rows
 from paceline.cuda.triton.plan import PlanTables
-from paceline.cuda.triton.probes import ProbeTable
 from paceline.cuda.triton.products import multiply_by_experts, quantise_rotated, scaled_sums
 from paceline.kernels.attention import AttentionCall, record_scores
 
@@ -32,7 +31,7 @@ class TritonKernels:
     def attend(self, call: AttentionCall) -> None:
         """Attend, and record what the call asks for."""
         launch = Launch.of(call)
-        probed = ProbeTable.of(call.probes, call.plan, PlanTables.of(call.plan), launch.tiling)
+        probed = PlanTables.of(call.plan).probes_of(call.plan, call.probes, launch.tiling)
         target = call.out if call.out.is_contiguous() else torch.empty_like(call.out)
         q, lse = call.q.contiguous(), call.lse
         if lse is None and probed.wanted is not None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
@@ -25,9 +25,9 @@ from torch import Tensor
 
 from paceline.cuda.triton.jit.attention import TILE_FIELDS
 from paceline.cuda.triton.jit.candidates import pack_paths
-from paceline.cuda.triton.probes import ProbeArrays, ProbeTable
+from paceline.cuda.triton.probes import ProbeArrays, ProbeTable, sort_probes
 from paceline.cuda.triton.tiles import Ints, Room, Tiling, part_row_bytes, plan_work
-from paceline.kernels.attention import MAX_PROBES, ProbedBlock
+from paceline.kernels.attention import MAX_PROBES, GraphProbes, Probe, ProbedBlock
 from paceline.kernels.trees import MAX_TREE_NODES, EqualBlocks, QueryBlock, TreePlan, send
 
 MASK_ALIGN = 64  # masks of a block begin at a multiple of this: no tile of keys is larger
@@ -185,6 +185,27 @@ class PlanTables:
     def captured_places(self, base: Tensor) -> Places | None:
         """The places of caches in a table of a CUDA graph; None: there is none."""
         return None
+
+    def probes_of(self, plan: TreePlan, probes: Sequence[Probe], tiling: Tiling) -> ProbeTable:
+        """The probes of one call; with a window, their outputs are first filled with -inf, or with
+        zeros for weights."""
+        if isinstance(probes, GraphProbes):
+            return replace(self.probes_of_graph(), layer=probes.layer)
+        if not probes:
+            none = self.none(plan.device)
+            return ProbeTable(0, none, none.view(torch.float32))
+        if tiling.window:
+            for probe in probes:
+                outside = 0.0 if probe.weights else -torch.inf
+                probe.out[:, : plan.blocks[probe.block].start] = outside
+        # The next layer records to the same addresses.
+        key = tuple((p.block, p.node, p.weights, p.out.data_ptr(), p.out.stride(0)) for p in probes)
+        if key not in self.probes and tiling.group > tiling.rows:
+            self.probes[key] = self.probes_of(plan, (), tiling), tuple(range(len(probes)))
+        elif key not in self.probes:
+            self.probes[key] = sort_probes(probes, plan)
+        table, others = self.probes[key]
+        return replace(table, base=probes[0].out, others=tuple(probes[index] for index in others))
 
     def probes_of_graph(self) -> ProbeTable:
         """The probes in tables of a CUDA graph."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -12,12 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.cuda.triton.jit.attention import NONE
-from paceline.kernels.attention import MAX_PROBES, GraphProbes, Probe
+from paceline.kernels.attention import MAX_PROBES, Probe
 from paceline.kernels.trees import TreePlan, send
-
-if TYPE_CHECKING:
-    from paceline.cuda.triton.plan import PlanTables
-    from paceline.cuda.triton.tiles import Tiling
 
 NO_NODE = -2  # -1 is the node of rows that pad a tile
 
@@ -44,28 +39,6 @@ class ProbeTable:
     # tile.
     others: tuple[Probe, ...] = ()
     layer: int = 0  # index of the layer among those recorded to one buffer
-
-    @classmethod
-    def of(
-        cls, probes: Sequence[Probe], plan: TreePlan, tables: PlanTables, tiling: Tiling
-    ) -> ProbeTable:
-        """Sort the probes of one call; with a window, their outputs are first filled with -inf, or
-        with zeros for weights."""
-        if isinstance(probes, GraphProbes):
-            return replace(tables.probes_of_graph(), layer=probes.layer)
-        if not probes:
-            none = tables.none(plan.device)
-            return cls(0, none, none.view(torch.float32))
-        if tiling.window:
-            for probe in probes:
-                outside = 0.0 if probe.weights else -torch.inf
-                probe.out[:, : plan.blocks[probe.block].start] = outside
-        # The next layer records to the same addresses.
-        key = tuple((p.block, p.node, p.weights, p.out.data_ptr(), p.out.stride(0)) for p in probes)
-        if key not in tables.probes:
-            tables.probes[key] = _sorted(probes, plan, tables, tiling)
-        table, others = tables.probes[key]
-        return replace(table, base=probes[0].out, others=tuple(probes[each] for each in others))
 
 
 @dataclass(frozen=True)
@@ -98,12 +71,9 @@ class ProbeArrays:
         return True
 
 
-def _sorted(
-    probes: Sequence[Probe], plan: TreePlan, tables: PlanTables, tiling: Tiling
-) -> tuple[ProbeTable, tuple[int, ...]]:
-    """A table, relative to the output of the first probe, and the probes that it does not have."""
-    if tiling.group > tiling.rows:
-        return ProbeTable.of((), plan, tables, tiling), tuple(range(len(probes)))
+def sort_probes(probes: Sequence[Probe], plan: TreePlan) -> tuple[ProbeTable, tuple[int, ...]]:
+    """Return a table, relative to the output of the first probe, and the numbers of the probes that
+    it has no room for."""
     blocks = len(plan.blocks)
     sizes = (blocks * MAX_PROBES * 4, blocks * 4, plan.rows)
     flat = np.empty(sum(sizes), np.int64)
