@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.bench.drills.drill import SHORT, Outcome
+from paceline.bench.drills.load import Outcome
 from paceline.bench.drills.run import DRILLS, run_all
+from paceline.bench.drills.world import SHORT
 from paceline.bench.models import Models
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"

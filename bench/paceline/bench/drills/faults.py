@@ -16,9 +16,8 @@ from typing import Any, Literal
 
 import grpc
 
-from paceline.bench.drills.drill import Drill, Outcome
-from paceline.bench.drills.load import Text
-from paceline.bench.drills.world import DrillServices, World, create_cache, creation, growth
+from paceline.bench.drills.load import Outcome, Text
+from paceline.bench.drills.world import Drill, DrillServices, World, create_cache, creation, growth
 from paceline.client import InvalidRequestError, NotFoundError
 from paceline.client._errors import from_rpc_error
 from paceline.harness import ServiceProcess

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack
 
-from paceline.bench.drills.drill import Drill, Outcome
-from paceline.bench.drills.load import Load
-from paceline.bench.drills.world import World
+from paceline.bench.drills.load import Load, Outcome
+from paceline.bench.drills.world import Drill, World
 from paceline.client import Client
 
 _GENERATIONS = 3  # at a time, as a multiple of those of other drills

@@ -1,4 +1,4 @@
-"""Generations without pause, each compared with its expected tokens."""
+"""Generations without pause, each compared with its expected tokens, and the outcome of a drill."""
 
 from __future__ import annotations
 
@@ -6,12 +6,25 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from time import monotonic
 
-from paceline.bench.drills.drill import Outcome
 from paceline.client import Client
+
+
+@dataclass
+class Outcome:
+    """The outcome of a drill."""
+
+    checks: dict[str, bool] = field(default_factory=dict)  # what must hold, and whether it did
+    # What was measured on the way.
+    figures: dict[str, float | int | str] = field(default_factory=dict)
+    skipped: str = ""  # why the drill cannot run on this machine; empty if it ran
+
+    @property
+    def passed(self) -> bool:
+        return not self.skipped and all(self.checks.values())
 
 
 @dataclass(frozen=True)

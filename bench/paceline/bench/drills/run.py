@@ -13,8 +13,8 @@ import uvloop
 from rich.table import Table
 
 from paceline.bench.drills import faults, fleet
-from paceline.bench.drills.drill import FULL, SHORT, Drill, Outcome, Scale
-from paceline.bench.drills.world import World
+from paceline.bench.drills.load import Outcome
+from paceline.bench.drills.world import FULL, SHORT, Drill, Scale, World
 from paceline.bench.models import Models
 from paceline.bench.record import Results, make_console
 

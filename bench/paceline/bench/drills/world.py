@@ -1,18 +1,17 @@
-"""Services for drills, expected texts, and checks for leaks."""
+"""Drills, their services and expected texts, and checks for leaks."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 
-from paceline.bench.drills.drill import Outcome, Scale
-from paceline.bench.drills.load import Load, Text, running
+from paceline.bench.drills.load import Load, Outcome, Text, running
 from paceline.bench.prompts import demo_prompts
 from paceline.bench.services import anonymous_bytes, kv_segments
 from paceline.client import Client, DraftOptions, RetryOptions
@@ -26,6 +25,30 @@ _IDLE_SECONDS = 30.0  # from the end of all load until nothing may be allocated:
 _POLL_SECONDS = 0.2
 # The services share few cores with each other and with the load.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+
+@dataclass(frozen=True)
+class Drill:
+    """One fault: its name, what is done, and the function that does it."""
+
+    name: str
+    what: str
+    run: Callable[[World], Awaitable[Outcome]]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Size of drills."""
+
+    generations: int  # at a time
+    tokens: int  # new tokens of each generation
+    swaps: int  # versions of a drafter
+    hits: int  # how often a process is killed, stopped or restarted
+    clients: int  # how many are abandoned
+
+
+FULL = Scale(generations=16, tokens=64, swaps=50, hits=3, clients=1000)
+SHORT = Scale(generations=6, tokens=16, swaps=5, hits=1, clients=40)
 
 
 @dataclass
