@@ -124,7 +124,7 @@ async def test_a_dns_name_stands_for_its_addresses(
         listed[:] = [1, 2]
         await site.services[0].stop()
         monkeypatch.setattr("paceline.client._fleet.MAX_AGE", 0.0)
-        monkeypatch.setattr("paceline.client._transport._MAX_AGE", 0.0)
+        monkeypatch.setattr("paceline.client._fleet._NAMES_MAX_AGE", 0.0)
         await generate(client, 4)
         while not site.made[2]:
             await generate(client, 2)

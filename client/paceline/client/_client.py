@@ -13,7 +13,7 @@ from paceline.telemetry.names import Span
 
 from ._chat import checked_messages, render_chat
 from ._errors import ClientClosedError, InvalidRequestError
-from ._fleet import Fleet, Verifier, VerifierStatus
+from ._fleet import Fleet, Pool, Verifier, VerifierStatus
 from ._generation import ClientState, Generation, GenerationResult
 from ._options import (
     ChatOptions,
@@ -29,7 +29,7 @@ from ._options import (
 )
 from ._receipt import Receipt, ReceiptCheck, compared, not_comparable, numerics_of
 from ._text import Chunk, Model, TokenizerCache
-from ._transport import Connections, Pool, Transport, parse_addresses
+from ._transport import Connections, Transport, parse_addresses
 
 DEFAULT_ADDRESS = "127.0.0.1:7431"
 """Address of a verifier that is started without one."""

@@ -24,7 +24,7 @@ from ._errors import (
 from ._options import RetryOptions
 from ._receipt import Numerics, differing, numerics_of
 from ._text import Model, TextCodec, TokenizerCache, drafters_of
-from ._transport import Pool, Transport
+from ._transport import DNS, Transport, addresses_of
 
 logger = logging.getLogger("paceline.client")
 
@@ -32,6 +32,7 @@ T = TypeVar("T")
 
 # The model is requested again after this time: a restart with another one takes longer. Unit: s.
 MAX_AGE = 0.5
+_NAMES_MAX_AGE = 5.0  # DNS names are resolved again after this time, in seconds
 # A verifier that has not answered for this long is not waited for if there are others. Unit: s.
 PATIENCE = 1.0
 # A verifier with the prefix of a text is preferred while it runs at most this many generations
@@ -273,6 +274,82 @@ class PrefixTable:
 def _instance(verifier: Verifier) -> str:
     """Identify the process, whose end frees all KV."""
     return verifier.facts.instance_id if verifier.facts is not None else ""
+
+
+class Pool:
+    """The verifiers behind a list of addresses, one for each.
+
+    An entry "dns:///name:port" stands for all addresses of the name. It is resolved before the
+    first use, again after `expire`, and every few seconds while the pool is in use.
+
+    Args:
+        make: Creates a verifier from its address and the DNS name that it was resolved from, which
+            is empty for other addresses.
+        entries: The list; see `parse_addresses`.
+    """
+
+    def __init__(self, make: Callable[[str, str], Verifier], entries: tuple[str, ...]) -> None:
+        self._make = make
+        self._members: dict[str, Verifier] = {}
+        self._left: list[Verifier] = []
+        self._resolving: asyncio.Task[None] | None = None
+        self.failures: dict[str, PacelineError] = {}  # DNS names that could not be resolved
+        self.set(entries)
+
+    @property
+    def members(self) -> tuple[Verifier, ...]:
+        return tuple(self._members.values())
+
+    def set(self, entries: tuple[str, ...]) -> None:
+        self._entries = entries
+        self._names = [entry for entry in entries if entry.startswith(DNS)]
+        self._resolved_at = float("-inf")
+        if not self._names:
+            self._become(dict.fromkeys(entries, ""))
+
+    def expire(self) -> None:
+        """Make the next `update` resolve names again: a verifier failed."""
+        self._resolved_at = float("-inf")
+
+    async def update(self) -> None:
+        """Resolve names again if that is due. Waits for it only if there is no verifier yet."""
+        for member in [each for each in self._left if not each.running]:
+            self._left.remove(member)
+            await member.close()
+        if not self._names or monotonic() - self._resolved_at < _NAMES_MAX_AGE:
+            return
+        if self._resolving is None or self._resolving.done():
+            self._resolving = asyncio.create_task(self._resolve())
+        if not self._members:
+            await asyncio.wait([self._resolving])
+
+    async def close(self) -> None:
+        if self._resolving is not None:
+            self._resolving.cancel()
+        for member in (*self._members.values(), *self._left):
+            await member.close()
+
+    async def _resolve(self) -> None:
+        entries, found = self._entries, dict[str, str]()
+        failures: dict[str, PacelineError] = {}
+        for entry in entries:
+            try:
+                found |= await addresses_of(entry)
+            except OSError as error:
+                failures[entry] = UnavailableError(f"the name cannot be resolved: {error}")
+                logger.warning("%s cannot be resolved, its last addresses stay: %s", entry, error)
+        if entries is not self._entries:
+            return  # `set` replaced the list meanwhile
+        self._resolved_at, self.failures = monotonic(), failures
+        self._become((dict.fromkeys(self._members, "") if failures else {}) | found)
+
+    def _become(self, addresses: dict[str, str]) -> None:
+        """Add and remove verifiers. Generations of a removed one finish there."""
+        self._left += [self._members[gone] for gone in self._members if gone not in addresses]
+        self._members = {
+            address: self._members.get(address) or self._make(address, name)
+            for address, name in addresses.items()
+        }
 
 
 class Fleet:

@@ -15,7 +15,7 @@ from functools import wraps
 from inspect import Signature, signature
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import grpc
 
@@ -23,9 +23,6 @@ from paceline.checks import Checked, ParameterError, as_json, checked, exactly, 
 from paceline.sampling import Sampling, token_ids
 
 from ._errors import InvalidRequestError
-
-if TYPE_CHECKING:
-    from ._generation import Generation
 
 P = ParamSpec("P")
 A = TypeVar("A")
@@ -135,6 +132,13 @@ class DraftOptions(Checked):
             self._take("adaptive", bool, "True or False")
 
 
+class HasHandle(Protocol):
+    """What has a cache, such as a `Generation`."""
+
+    @property
+    def handle(self) -> bytes: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class GenerationOptions(Sampling):
     """The keyword arguments of `Client.generate`: sampling parameters, and these.
@@ -172,7 +176,7 @@ class GenerationOptions(Sampling):
     """Longest time for the whole generation. Unit: seconds."""
     max_nodes: int | None = None
     """Maximum number of drafted tokens per step. None: the limit of the services."""
-    parent: Generation | bytes | None = None
+    parent: HasHandle | bytes | None = None
     """A generation (or its handle) with a cache: the common prefix of its text and this prompt is
     not computed again."""
     keep_cache: bool = False

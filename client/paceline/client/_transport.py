@@ -6,15 +6,13 @@ A transport raises exceptions of this package only.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import re
 import secrets
 import socket
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from functools import cached_property
-from time import monotonic
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import grpc
 
@@ -22,17 +20,11 @@ from paceline.telemetry.tracing import current_metadata
 from paceline.tokens import TokenError, certified_name, check_encrypted, is_local, local_token
 from paceline.v1 import verifier_pb2, verifier_pb2_grpc
 
-from ._errors import InvalidRequestError, PacelineError, UnavailableError, rpc_errors
+from ._errors import InvalidRequestError, rpc_errors
 from ._options import TlsOptions
 
-if TYPE_CHECKING:
-    from ._fleet import Verifier
-
-logger = logging.getLogger("paceline.client")
-
-_DNS = "dns:///"
+DNS = "dns:///"
 _FORMS = re.compile(r"(unix|unix-abstract|ipv4|ipv6|vsock):.+|([\w.-]+|\[[\w.:%]+\]):([0-9]{1,5})")
-_MAX_AGE = 5.0  # DNS names are resolved again after this time, in seconds
 
 CLIENT_HEADER = "paceline-client"  # metadata key of a client's random name; load balancers hash it
 
@@ -63,7 +55,7 @@ def parse_addresses(text: str, kind: str) -> tuple[str, ...]:
     given = text if isinstance(text, str) else f"<{type(text).__name__}>"
     entries = tuple(entry.strip() for entry in given.split(","))
     for entry in entries:
-        form = _FORMS.fullmatch(entry.removeprefix(_DNS))
+        form = _FORMS.fullmatch(entry.removeprefix(DNS))
         if form is None or not 0 < int(form[3] or 1) < 2**16:
             raise InvalidRequestError(
                 f"{entry!r} is not the address of a {kind}: give host:port with a port of 1 to "
@@ -77,88 +69,12 @@ def parse_addresses(text: str, kind: str) -> tuple[str, ...]:
     return entries
 
 
-class Pool:
-    """The verifiers behind a list of addresses, one for each.
-
-    An entry "dns:///name:port" stands for all addresses of the name. It is resolved before the
-    first use, again after `expire`, and every few seconds while the pool is in use.
-
-    Args:
-        make: Creates a verifier from its address and the DNS name that it was resolved from, which
-            is empty for other addresses.
-        entries: The list; see `parse_addresses`.
-    """
-
-    def __init__(self, make: Callable[[str, str], Verifier], entries: tuple[str, ...]) -> None:
-        self._make = make
-        self._members: dict[str, Verifier] = {}
-        self._left: list[Verifier] = []
-        self._resolving: asyncio.Task[None] | None = None
-        self.failures: dict[str, PacelineError] = {}  # DNS names that could not be resolved
-        self.set(entries)
-
-    @property
-    def members(self) -> tuple[Verifier, ...]:
-        return tuple(self._members.values())
-
-    def set(self, entries: tuple[str, ...]) -> None:
-        self._entries = entries
-        self._names = [entry for entry in entries if entry.startswith(_DNS)]
-        self._resolved_at = float("-inf")
-        if not self._names:
-            self._become(dict.fromkeys(entries, ""))
-
-    def expire(self) -> None:
-        """Make the next `update` resolve names again: a verifier failed."""
-        self._resolved_at = float("-inf")
-
-    async def update(self) -> None:
-        """Resolve names again if that is due. Waits for it only if there is no verifier yet."""
-        for member in [each for each in self._left if not each.running]:
-            self._left.remove(member)
-            await member.close()
-        if not self._names or monotonic() - self._resolved_at < _MAX_AGE:
-            return
-        if self._resolving is None or self._resolving.done():
-            self._resolving = asyncio.create_task(self._resolve())
-        if not self._members:
-            await asyncio.wait([self._resolving])
-
-    async def close(self) -> None:
-        if self._resolving is not None:
-            self._resolving.cancel()
-        for member in (*self._members.values(), *self._left):
-            await member.close()
-
-    async def _resolve(self) -> None:
-        entries, found = self._entries, dict[str, str]()
-        failures: dict[str, PacelineError] = {}
-        for entry in entries:
-            try:
-                found |= await addresses_of(entry)
-            except OSError as error:
-                failures[entry] = UnavailableError(f"the name cannot be resolved: {error}")
-                logger.warning("%s cannot be resolved, its last addresses stay: %s", entry, error)
-        if entries is not self._entries:
-            return  # `set` replaced the list meanwhile
-        self._resolved_at, self.failures = monotonic(), failures
-        self._become((dict.fromkeys(self._members, "") if failures else {}) | found)
-
-    def _become(self, addresses: dict[str, str]) -> None:
-        """Add and remove verifiers. Generations of a removed one finish there."""
-        self._left += [self._members[gone] for gone in self._members if gone not in addresses]
-        self._members = {
-            address: self._members.get(address) or self._make(address, name)
-            for address, name in addresses.items()
-        }
-
-
 async def addresses_of(entry: str) -> dict[str, str]:
     """Addresses of an entry, with the DNS name that each was resolved from; empty for none. Raises
     OSError if the name cannot be resolved."""
-    if not entry.startswith(_DNS):
+    if not entry.startswith(DNS):
         return {entry: ""}
-    name, _, port = entry.removeprefix(_DNS).rpartition(":")
+    name, _, port = entry.removeprefix(DNS).rpartition(":")
     return dict.fromkeys(await _lookup(name.strip("[]"), int(port)), name)
 
 
