@@ -31,8 +31,7 @@ from paceline.cuda.triton.kernels import TritonKernels
 from paceline.decoder import Decoder
 from paceline.device import Device, DeviceLost
 from paceline.drafter.growth import graphs
-from paceline.drafter.growth.graphs import DraftGraphs
-from paceline.drafter.growth.levels import LevelGrowth
+from paceline.drafter.growth.graphs import GraphGrowth
 from paceline.drafter.growth.sequence import TreeGrowth
 from paceline.drafter.kv import KvGone
 from paceline.drafter.kv.cuda import CudaKv, CudaStates
@@ -183,18 +182,17 @@ def on_triton(monkeypatch: pytest.MonkeyPatch) -> OnTriton:
             heads._w2 = SimpleNamespace(weight=head.markov_w2.weight, packed=None)
         monkeypatch.setattr(graphs, "FED", (4,))
         slots = drafter.needs.kv_budget
-        captured = DraftGraphs(drafter.layers, drafter.settings, drafter.method, slots)
-        growth = LevelGrowth(drafter.layers, drafter.settings, captured)
+        growth = GraphGrowth(drafter.layers, drafter.settings, drafter.method, slots)
         drafter.growth = TreeGrowth(growth)
-        run, replayed = captured.run, []
+        replay, replayed = growth.replay, []
 
         def recorded(*args: Any) -> Any:
-            found = run(*args)
+            found = replay(*args)
             replayed.append(found is not None)
             return found
 
-        monkeypatch.setattr(captured, "run", recorded)
-        monkeypatch.setattr(captured._capturing, "capture", without_waiting)
+        monkeypatch.setattr(growth, "replay", recorded)
+        monkeypatch.setattr(growth._capturing, "capture", without_waiting)
         return replayed
 
     return use
@@ -212,7 +210,7 @@ def without_waiting(draft: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def graphs_of(drafter: Any) -> Any:
-    return drafter.growth.ways[0].graphs
+    return drafter.growth.ways[0]
 
 
 def drafter_of(name: str, folders: dict[str, Path], **more: str) -> Any:
@@ -257,14 +255,14 @@ def test_a_text_whose_cache_was_released_during_a_draft_is_dropped(
     expected = trees_of(drafter_of(name, folders), target, "greedy", 3)
     drafter = drafter_of(name, folders)
     on_triton(drafter)
-    pool, run = Pool(drafter), graphs_of(drafter).run
+    pool, replay = Pool(drafter), graphs_of(drafter).replay
 
     def released(*args: Any) -> Any:
-        found = run(*args)
+        found = replay(*args)
         pool.release(1)
         return found
 
-    monkeypatch.setattr(graphs_of(drafter), "run", released)
+    monkeypatch.setattr(graphs_of(drafter), "replay", released)
     found: list[Any] = []
 
     def draft(rounds: Any) -> Any:
@@ -301,7 +299,7 @@ def test_texts_whose_graph_cannot_be_captured_are_drafted_for_without_it(
     drafter = drafter_of(name, folders)
     replayed = on_triton(drafter)
     refuse_captures(drafter, monkeypatch, 4, 16)
-    drafter.growth.ways[0].warm_up()
+    graphs_of(drafter).warm_up()
     assert "not permitted when stream is capturing" in caplog.text
     assert "6 could not be captured" in caplog.text
     for texts, has_graph in ((3, False), (2, True)):
@@ -320,11 +318,10 @@ def test_without_any_graph_or_device(
     drafter = drafter_of("dspark, causal", folders)
     on_triton(drafter)
     refuse_captures(drafter, monkeypatch, *graphs.SEQUENCES)
-    (growth,) = drafter.growth.ways
-    growth.warm_up()
-    assert growth.graphs is None
+    graphs_of(drafter).warm_up()
+    assert not graphs_of(drafter).replays
     on_triton(drafter)
     refuse_captures(drafter, monkeypatch, 8)
     monkeypatch.setattr(Device, "lost", lambda device: DeviceLost("gone"))
     with pytest.raises(DeviceLost):
-        drafter.growth.ways[0].warm_up()
+        graphs_of(drafter).warm_up()

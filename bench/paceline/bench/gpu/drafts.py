@@ -170,7 +170,7 @@ def parts(drafter: Any, sequences: int) -> dict[str, Any]:
     """Return times of the replay of a draft (ms) and of its kernels (us), and their number."""
     from torch.profiler import ProfilerActivity, profile
 
-    graph = drafter.growth.ways[-1].graphs.graph(sequences, FED[0], NOISES[0])
+    graph = drafter.growth.ways[-1].graph(sequences, FED[0], NOISES[0])
     times = []
     for _ in range(20):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -29,6 +29,7 @@ from paceline.device import device_of
 from paceline.drafter.growth.levels import (
     HostDraft,
     HostPass,
+    LevelGrowth,
     LevelModel,
     LevelTrees,
     Passes,
@@ -74,25 +75,28 @@ class GraphModel(KvLayers, LevelModel, Protocol):
         """Return the shapes of a draft's passes for texts with ``fed`` new positions."""
 
 
-class DraftGraphs:
-    """Runs drafts by the graph of the next larger shape, captured at its first use or before.
+class GraphGrowth(LevelGrowth):
+    """Growth by the graph of the next larger shape, captured at its first use or before.
 
-    A graph that cannot be captured is left out: its batches are for others to draft for. On the
-    CPU, without graphs, it runs the same kernels with the same tables. Not thread-safe.
+    A graph that cannot be captured is left out: its batches are drafted for kernel by kernel. On
+    the CPU, without graphs, it runs the same kernels with the same tables. Not thread-safe.
     """
+
+    replays = True
+    _model: GraphModel
 
     def __init__(
         self, model: GraphModel, settings: TreeSettings, method: str, gathered_slots: int = 0
     ) -> None:
-        """Make a runner without graphs for the trees of a model; ``method`` is its name in the log.
+        """Begin without graphs for the trees of a model; ``method`` is its name in the log.
 
         ``gathered_slots`` is the maximum number of positions of the target's KV that a draft reads;
         0 if it reads none, or all.
         """
         shape = TreeShape.of(settings.options, settings.max_depth, settings.logits)
         device = settings.device
-        self._model, self._method = model, method
-        self._settings, self._shape = settings, shape
+        super().__init__(model, settings)
+        self._method, self._shape = method, shape
         self._passes = {fed: model.pass_shapes(fed, shape) for fed in FED}
         self._graphs: dict[tuple[int, int, str], _Graph | None] = {}
         self._capturing = Capturing(device)
@@ -115,9 +119,6 @@ class DraftGraphs:
                 SEQUENCES[-1], nodes, 4, dtype=torch.float64
             )
 
-    def __len__(self) -> int:
-        return self._capturing.captured
-
     def warm_up(self) -> None:
         """Capture all graphs, the largest first, and log how many there are. Their kernels are
         compiled before, for the largest graph: smaller ones have the same, except that products of
@@ -139,8 +140,9 @@ class DraftGraphs:
                     self.graph(sequences, fed, noise)
         self._capturing.release()
         self._capturing.report(f"drafts of {self._method}")
+        self.replays = self._capturing.captured > 0
 
-    def run(
+    def replay(
         self,
         draft: HostDraft,
         rankers: Sequence[Ranker],
@@ -296,8 +298,8 @@ class _Graph(Passes):
         lengths: Sequence[int],
         last: Sequence[int],
     ) -> bool:
-        """Write a batch to the tables; arguments as of :meth:`DraftGraphs.run`. Returns False if a
-        cache cannot be read by wide loads, or for more work than there is room for."""
+        """Write a batch to the tables; arguments as of :meth:`GraphGrowth.replay`. Returns False if
+        a cache cannot be read by wide loads, or for more work than there is room for."""
         host = self._staging.host
         self._staging.wait()
         contexts = [context.cache for context in draft.contexts]

@@ -42,7 +42,6 @@ from paceline.tree import TokenTree
 
 if TYPE_CHECKING:
     from paceline.drafter.generation import Budget
-    from paceline.drafter.growth.graphs import DraftGraphs
     from paceline.drafter.methods.options import TreeOptions
 
 # Maps logits `[S F, V]` and the number of their level to ids and logs of their confidences, both
@@ -360,21 +359,10 @@ class LevelModel(Protocol):
 class LevelGrowth(Growth):
     """Growth of all trees, level by level."""
 
-    def __init__(
-        self, model: LevelModel, settings: TreeSettings, graphs: DraftGraphs | None = None
-    ) -> None:
-        """Set the model and, on a GPU, what runs captured drafts."""
-        self._model, self._settings, self.graphs = model, settings, graphs
+    replays = False  # whether there are captured drafts, whose trees have all levels
 
-    def warm_up(self) -> None:
-        """Capture the CUDA graphs of all batches. One that cannot be captured is left out: its
-        batches are drafted for kernel by kernel. Raises ``DeviceLost`` if the device fails every
-        call since."""
-        if self.graphs is None:
-            return
-        self.graphs.warm_up()
-        if not len(self.graphs):
-            self.graphs = None  # trees then have no more levels than a batch asks for
+    def __init__(self, model: LevelModel, settings: TreeSettings) -> None:
+        self._model, self._settings = model, settings
 
     def takes(self, sequence: GrownSequence) -> bool:
         return True
@@ -394,14 +382,14 @@ class LevelGrowth(Growth):
         sequences, limits = zip(*batch, strict=True)
         rankers = [sequence.ranker for sequence in sequences]
         count, penalised, rejection = rankers[0].kind
-        graphs = None if penalised or rejection else self.graphs
+        replays = self.replays and not (penalised or rejection)
         depth = max(each.depth for each in limits)
-        levels = depth if graphs is None else self._settings.max_depth
+        levels = self._settings.max_depth if replays else depth
         shape = TreeShape.of(self._settings.options, levels, count, rejection=rejection)
         lengths = [sequence.length for sequence in sequences]
         last = [min(each.nodes, shape.stops[-1]) - 1 for each in limits]
         draft = self._model.draft_passes(sequences, shape)
-        nodes = None if graphs is None else graphs.run(draft, rankers, lengths, last)
+        nodes = self.replay(draft, rankers, lengths, last) if replays else None
         proposals: list[list[Proposal]] = [[] for _ in batch]
         if nodes is None:
             device = self._settings.device
@@ -413,6 +401,16 @@ class LevelGrowth(Growth):
         for sequence in sequences:
             sequence.keep()
         return read_trees(nodes, limits, shape, proposals)
+
+    def replay(
+        self,
+        draft: HostDraft,
+        rankers: Sequence[Ranker],
+        lengths: Sequence[int],
+        last: Sequence[int],
+    ) -> Tensor | None:
+        """Draft for a batch by a captured draft; None: there is none for it."""
+        return None
 
 
 def _ranking(

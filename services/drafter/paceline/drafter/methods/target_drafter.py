@@ -396,12 +396,10 @@ class TargetDrafter(Drafter):
             ids = torch.arange(count) if settings.drafted is None else settings.drafted
             if (draft := layers.native_draft(programs, ids)) is not None:
                 ways.append(NativeGrowth(draft, layers.rope, settings))
-        graphs = None
-        if device_of(settings.device).graphs and layers.captured:
-            from paceline.drafter.growth.graphs import DraftGraphs
+        if not (device_of(settings.device).graphs and layers.captured):
+            return TreeGrowth(*ways, LevelGrowth(layers, settings))
+        from paceline.drafter.growth.graphs import GraphGrowth
 
-            slots = self.needs.kv_budget
-            graphs = DraftGraphs(layers, settings, self.method, slots)
-        levels = LevelGrowth(layers, settings, graphs)
-        levels.warm_up()
-        return TreeGrowth(*ways, levels)
+        graphs = GraphGrowth(layers, settings, self.method, self.needs.kv_budget)
+        graphs.warm_up()
+        return TreeGrowth(*ways, graphs if graphs.replays else LevelGrowth(layers, settings))
