@@ -27,7 +27,6 @@ from paceline.decoder import Decoder
 from paceline.kv.selection import AttentionScores, Rows
 from paceline.text import Text
 from paceline.tree import TokenTree
-from paceline.verifier.engine.drafted import LOCAL, FinishReason
 from paceline.verifier.engine.engine import Engine
 from paceline.verifier.engine.job import (
     CachedSequence,
@@ -38,7 +37,8 @@ from paceline.verifier.engine.job import (
     Request,
 )
 from paceline.verifier.engine.local import LocalGuesses, LocalSources
-from paceline.verifier.grammar import Grammar, Grammars
+from paceline.verifier.engine.report import LOCAL, FinishReason
+from paceline.verifier.grammar import Grammar, Grammars, Guide
 from paceline.verifier.kv.base import KvLayout, TapLayout, Taps
 from paceline.verifier.kv.segment import SegmentMemory
 from paceline.verifier.options import SOURCES
@@ -93,16 +93,16 @@ class Script(LocalGuesses):
 
 
 class Scripts(LocalSources):
-    """Scripts of parts, by their sequences. The verifier's own sources guess for the others."""
+    """Scripts of parts, by their texts. The verifier's own sources guess for the others."""
 
     def __init__(self) -> None:
         super().__init__(SOURCES)
-        self.parts: dict[CachedSequence, Part] = {}
+        self.parts: dict[Text, Part] = {}
 
-    def begin(self, job: Decode) -> LocalGuesses | None:
+    def begin(self, text: Text, guide: Guide | None, owner: str) -> LocalGuesses | None:
         """The script of a part."""
-        part = self.parts.get(job.sequence)
-        return super().begin(job) if part is None else Script(part)
+        part = self.parts.get(text)
+        return super().begin(text, guide, owner) if part is None else Script(part)
 
 
 class World:
@@ -278,7 +278,7 @@ class Part:
             self.sequence.observers.append(observer)
             self.sequence.prompt_observers.append(observer)
         if self.shape != "local":
-            world.scripts.parts[self.sequence] = self
+            world.scripts.parts[self.sequence.text] = self
             self.shape = "" if self.shape == "mixed" else self.shape
 
     def write(self) -> Writing:
@@ -309,7 +309,7 @@ class Part:
 
     def close(self) -> None:
         """Free its memory, or leave it to later prompts."""
-        self.reference.world.scripts.parts.pop(self.sequence, None)
+        self.reference.world.scripts.parts.pop(self.sequence.text, None)
         self.reference.world.engine._close(self.sequence)
 
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from paceline.tree import TokenTree
 from paceline.verifier.engine.acceptance import walk
-from paceline.verifier.engine.drafted import FinishReason, rank
+from paceline.verifier.engine.drafted import rank
+from paceline.verifier.engine.report import FinishReason
 from paceline.verifier.scheduler.scheduler import admit, min_survival
 
 

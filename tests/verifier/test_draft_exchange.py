@@ -20,7 +20,7 @@ from verifier_support import PROMPT, VOCAB, Client, fallbacks_of, tokens_of
 from paceline.tree import TokenTree
 from paceline.v1 import drafter_pb2, exchange_pb2, tree_pb2, verifier_pb2
 from paceline.verifier.engine import drafting
-from paceline.verifier.engine.drafted import NoDraft
+from paceline.verifier.engine.report import NoDraft
 
 FIELDS: dict[str, Any] = {"max_new_tokens": 40, "ignore_eos": True}
 LONG_TEXT = {**FIELDS, "max_new_tokens": 100}

@@ -23,7 +23,8 @@ from paceline.text import Text
 from paceline.tree import EMPTY, TokenTree
 from paceline.v1 import sampling_pb2, verifier_pb2
 from paceline.verifier.engine.batch import MIN_GRAPH_PROMPT, prompt_room
-from paceline.verifier.engine.drafted import DraftedText, StepOutput
+from paceline.verifier.engine.drafted import DraftedText
+from paceline.verifier.engine.report import StepOutput
 from paceline.verifier.scheduler.costs import Costs, CostTable, flat_table, profile
 from paceline.verifier.scheduler.scheduler import (
     MAX_GAP,

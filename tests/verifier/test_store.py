@@ -17,8 +17,8 @@ from paceline.service.metrics import new_registry
 from paceline.text import Text
 from paceline.tree import TokenTree
 from paceline.v1 import verifier_pb2
-from paceline.verifier.engine.drafted import FinishReason
 from paceline.verifier.engine.job import CachedSequence, Request
+from paceline.verifier.engine.report import FinishReason
 from paceline.verifier.kv.base import OutOfMemory, open_segments
 from paceline.verifier.kv.segment import Segment, SegmentMemory
 from paceline.verifier.store import CacheNotFound, CacheStore, StoreFull

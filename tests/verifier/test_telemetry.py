@@ -15,10 +15,10 @@ from paceline.telemetry.tracing import child_traceparent
 from paceline.text import Text
 from paceline.tree import TokenTree
 from paceline.v1.verifier_pb2 import GetModelResponse
-from paceline.verifier.engine.drafted import (
+from paceline.verifier.engine.drafted import DraftedText
+from paceline.verifier.engine.report import (
     Draft,
     DraftCall,
-    DraftedText,
     DrafterVersion,
     NoDraft,
     StepOutput,

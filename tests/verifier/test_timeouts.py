@@ -9,8 +9,8 @@ from paceline.text import Text
 from paceline.tree import TokenTree
 from paceline.v1 import exchange_pb2
 from paceline.verifier.engine import drafting
-from paceline.verifier.engine.drafted import DraftedText, NoDraft
-from paceline.verifier.engine.links import Link
+from paceline.verifier.engine.drafted import DraftedText, Link
+from paceline.verifier.engine.report import NoDraft
 
 TREE = TokenTree.chain([7, 8], [0.9, 0.9]).to_proto()
 

@@ -13,7 +13,8 @@ from paceline.bench.services import ALWAYS, serving
 from paceline.client import Client
 from paceline.tree import TokenTree
 from paceline.verifier import build_service
-from paceline.verifier.engine.drafted import LOCAL, NONE, DraftedText, StepOutput
+from paceline.verifier.engine.drafted import DraftedText
+from paceline.verifier.engine.report import LOCAL, NONE, StepOutput
 from paceline.verifier.scheduler.scheduler import Scheduler
 
 _WARM_UP = 48  # tokens

@@ -22,7 +22,7 @@ from paceline.bench.replay.traces import Replay, Traces
 from paceline.bench.table.run import CATEGORIES
 from paceline.cli.shipped import drafters_for
 from paceline.convert import open_model
-from paceline.verifier.engine.drafted import LOCAL
+from paceline.verifier.engine.report import LOCAL
 
 _ROUNDS = 3  # times that all texts are replayed one after the other, as a service would meet them
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from paceline.text import Text
 from paceline.tree import EMPTY, TokenTree
-from paceline.verifier.engine.drafted import StepOutput
+from paceline.verifier.engine.report import StepOutput
 from paceline.verifier.scheduler.costs import CostTable
 from paceline.verifier.scheduler.scheduler import Scheduler
 

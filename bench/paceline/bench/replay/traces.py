@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline.bench.replay.simulation import Generation
 from paceline.tree import EMPTY, TokenTree
-from paceline.verifier.engine.drafted import LOCAL
+from paceline.verifier.engine.report import LOCAL
 from paceline.verifier.scheduler.costs import Costs, CostTable
 
 _BATCHED = 0.1  # what one more text adds to a draft, as a part of the draft of one

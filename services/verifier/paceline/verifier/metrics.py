@@ -13,9 +13,9 @@ from paceline.service.phases import phases
 from paceline.telemetry.metrics import Metric, Metrics, Table
 from paceline.telemetry.names import PROVIDER, Span
 from paceline.v1 import verifier_pb2
-from paceline.verifier.engine.drafted import DRAFTER, StepReport, shares
 from paceline.verifier.engine.engine import Engine
 from paceline.verifier.engine.job import Prefill
+from paceline.verifier.engine.report import DRAFTER, StepReport, shares
 from paceline.verifier.store import Cache, CacheStore, RequestTimes
 
 if TYPE_CHECKING:

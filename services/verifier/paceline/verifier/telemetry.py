@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.telemetry.names import CREATE_CACHE, Attribute, Span
 from paceline.telemetry.tracing import add_server_span, remote_context, start_named
-from paceline.verifier.engine.drafted import (
+from paceline.verifier.engine.job import Prefill
+from paceline.verifier.engine.report import (
     DRAFTER,
     Draft,
     DraftCall,
@@ -19,7 +20,6 @@ from paceline.verifier.engine.drafted import (
     TracedRounds,
     shares,
 )
-from paceline.verifier.engine.job import Prefill
 from paceline.verifier.store import Cache
 
 if TYPE_CHECKING:

@@ -17,17 +17,16 @@ from paceline.telemetry.names import Attribute, Span
 from paceline.telemetry.tracing import traceparent_of, tracer
 from paceline.tree import EMPTY, MAX_NODES, TokenTree
 from paceline.v1 import tree_pb2
-from paceline.verifier.engine.drafted import (
+from paceline.verifier.engine.drafted import DraftedText, Link
+from paceline.verifier.engine.drafting import Drafting
+from paceline.verifier.engine.report import (
     Draft,
-    DraftedText,
     DrafterVersion,
     NoDraft,
     StepOutput,
     StepTimes,
     TracedRounds,
 )
-from paceline.verifier.engine.drafting import Drafting
-from paceline.verifier.engine.links import Link
 from paceline.verifier.metrics import RoundMetrics
 from paceline.verifier.rpc.messages import read_tree
 from paceline.verifier.scheduler.costs import OUTLIER, flat_table, rising_table

@@ -37,7 +37,6 @@ from paceline.kernels import (
 from paceline.sources.recycle import WIDTH
 from paceline.tree import EMPTY, TokenTree
 from paceline.verifier.engine.batch import BatchEntry
-from paceline.verifier.engine.drafted import FinishReason, StepOutput
 from paceline.verifier.engine.job import (
     CachedSequence,
     ConstraintFailed,
@@ -46,6 +45,7 @@ from paceline.verifier.engine.job import (
     Prefill,
     StepFailed,
 )
+from paceline.verifier.engine.report import FinishReason, StepOutput
 from paceline.verifier.grammar import GrammarError, is_allowed, masked
 from paceline.verifier.kv.base import HiddenStates, host_bytes
 from paceline.verifier.kv.pool import PagedKv, TapPages

@@ -1,216 +1,36 @@
-"""A text that is drafted for, the tree of its next step, and what a step reports."""
+"""Texts that are drafted for, their trees, and the drafter services where they are open."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from enum import Enum
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from paceline.service import ServiceError, limits
+from paceline.service.exchange import FramedSocket
 from paceline.text import Text
-from paceline.tree import EMPTY, TokenTree
-from paceline.tree import merge as merge_trees
+from paceline.tree import EMPTY, TokenTree, merge
+from paceline.v1 import drafter_pb2, exchange_pb2
+from paceline.verifier.engine.report import (
+    LOCAL,
+    Draft,
+    DraftCall,
+    DrafterVersion,
+    NoDraft,
+    StepOutput,
+    StepReport,
+    StepTimes,
+    TracedRounds,
+    microseconds,
+)
 
 if TYPE_CHECKING:
-    from paceline.verifier.engine.links import SequenceAtDrafter
     from paceline.verifier.engine.local import LocalGuesses
     from paceline.verifier.grammar import Guide
 
-NONE = "none"  # the drafter of a generation that wants none
-DRAFTER = "drafter"  # what the drafter service is called among the sources of a tree
 # Maximum confidence that is used. Calibration raises survivals to a power, which keeps 1 at 1.
 _MAX_CONFIDENCE = 0.98
-
-
-class FinishReason(Enum):
-    """Why a generation ended."""
-
-    STOP = "stop"  # an end-of-sequence or stop token was emitted
-    LENGTH = "length"  # as many tokens as the request allows were emitted, or the context is full
-
-
-class NoDraft(Enum):
-    """Why a step has no drafted tree; see ``paceline.v1.NoDraftReason``."""
-
-    NO_DRAFTER = "no_drafter"
-    NODE_BUDGET = "node_budget"
-    NOT_READY = "not_ready"
-    LATE = "late"
-    EMPTY = "empty"
-    LAST_TOKEN = "last_token"
-
-
-class DrafterVersion(NamedTuple):
-    """A version of a drafter, as its service announced it."""
-
-    name: str
-    version: str
-    method: str
-
-    def __str__(self) -> str:
-        """NAME@VERSION."""
-        return f"{self.name}@{self.version}"
-
-
-# What drafts where the verifier's own sources do, without a drafter service.
-LOCAL = DrafterVersion("local", "1", "local")
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """A tree as it was drafted."""
-
-    tree: TokenTree  # at least one node
-    drafter: DrafterVersion
-    seconds: float = 0.0  # from its request until it came. Unit: seconds.
-    draft_us: int = 0  # time to draft. Unit: microseconds.
-    queue_us: int = 0  # wait at the drafter. Unit: microseconds.
-    # KV and hidden states that the drafter received over gRPC for it. Unit: bytes.
-    kv_bytes: int = 0
-
-
-class DraftCall(NamedTuple):
-    """A tree that was requested in a traced round, whether it came or not."""
-
-    traceparent: str  # of its span, whose child the drafter's is
-    began: float  # when it was requested (time.perf_counter)
-    ended: float  # when its wait was over
-    drafter: str
-    carrier: str  # how messages travel: socket or stream
-    kv_transport: str  # empty if the drafter has not opened the text
-    no_draft: NoDraft | None  # why no tree came; None if one did
-
-
-@dataclass(slots=True)
-class TracedRounds:
-    """Which rounds of a text have spans: the first ones, and then one in so many."""
-
-    traceparent: str  # of the text's span
-    first: int = 0
-    every: int = 1
-    rounds: int = 0  # those that have ended
-
-    @property
-    def traced(self) -> bool:
-        """Whether the present round has spans."""
-        return self.rounds < self.first or self.rounds % self.every == 0
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    """What one engine step emitted for one text."""
-
-    tokens: Sequence[int]  # at least one
-    # Indices of the accepted nodes in the verified tree, from the anchor down. One fewer than
-    # `tokens`, unless the last token ended the generation and was drafted too.
-    accepted: Sequence[int] = ()
-    finish: FinishReason | None = None  # why the generation ended; None if it has not ended
-    checked: int = 0  # nodes of the verified tree
-    # Raw log-probability of each token; empty unless requested.
-    logprobs: Sequence[float] = ()
-    # Likeliest (token, log-probability) pairs at each position; empty unless requested.
-    top_logprobs: Sequence[list[tuple[int, float]]] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class StepTimes:
-    """An engine step of any number of texts."""
-
-    began: float  # time.perf_counter
-    ended: float
-    tokens: int = 0  # batch tokens
-    # Time of a plain step under the same load; 0 if it was not measured. Unit: microseconds.
-    plain_us: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """A step of a text for its client, metrics and spans: what it emitted, and how it came about.
-
-    Several plain steps may be merged in one.
-    """
-
-    output: StepOutput
-    position: int  # output tokens before these
-    committed: int  # committed length after the step. Unit: tokens.
-    accepted: Sequence[int] = ()  # accepted nodes, as indices in the drafted tree
-    sources: tuple[str, ...] = ()  # of the checked nodes, as in `TokenTree`
-    draft: Draft | None = None  # the drafted tree; None if there was none
-    no_draft: NoDraft | None = None  # why there was none
-    # The drafter at which the generation is open; None if it is open at none.
-    drafter: DrafterVersion | None = None
-    fallbacks: Sequence[tuple[str, str]] = ()  # failures since the step before: reason and message
-    call: DraftCall | None = None  # the request of a tree, in a traced round
-    traced: bool = False  # whether the round has spans
-    batch_tokens: int = 0  # tokens in the step, of all sequences
-    queue_us: int = 0  # wait for the step. Unit: microseconds.
-    step_us: int = 0  # time of the step, acceptance included. Unit: microseconds.
-    plain_us: int = 0  # as in `StepTimes`
-    node_budget: int = 0  # maximum number of nodes to draft next
-    round_began: float = 0.0  # when the step before ended (time.perf_counter)
-    began: float = 0.0
-    ended: float = 0.0
-    steps: int = 1  # number of steps that are merged in it
-
-
-class Share(NamedTuple):
-    """What one source added to the tree of a step."""
-
-    source: str  # name of a local source; empty: the drafter service
-    drafted: int  # nodes of the tree that it was the first to propose
-    checked: int  # how many of them the step verified
-    accepted: int  # how many of these were accepted
-
-
-def shares(report: StepReport) -> list[Share]:
-    """What each source added to the tree of a step; empty if there was no tree."""
-    if report.draft is None:
-        return []
-    tree = report.draft.tree
-    if not tree.sources:
-        return [Share("", len(tree), report.output.checked, len(report.accepted))]
-    checked, accepted = Counter(report.sources), Counter(tree.sources[n] for n in report.accepted)
-    drafted = Counter(tree.sources).items()
-    return [Share(name, count, checked[name], accepted[name]) for name, count in drafted]
-
-
-def mergeable(first: StepReport, second: StepReport) -> bool:
-    """Whether two consecutive reports may be one message: plain, at one drafter, for one reason."""
-    plain = first.draft is None and second.draft is None and first.no_draft is second.no_draft
-    alike = first.drafter == second.drafter and (first.plain_us > 0) == (second.plain_us > 0)
-    return plain and alike and first.call is None and second.call is None
-
-
-def merge(reports: Sequence[StepReport]) -> StepReport:
-    """Consecutive reports that are :func:`mergeable`, at least one, as a single one.
-
-    Tokens are joined and times are added up; committed length, finish reason, node budget and batch
-    tokens are those of the last step.
-    """
-    first, last = reports[0], reports[-1]
-    if len(reports) == 1:
-        return last
-    outputs = [report.output for report in reports]
-    return replace(
-        last,
-        output=replace(
-            last.output,
-            tokens=[token for output in outputs for token in output.tokens],
-            logprobs=[logprob for output in outputs for logprob in output.logprobs],
-            top_logprobs=[top for output in outputs for top in output.top_logprobs],
-        ),
-        position=first.position,
-        queue_us=sum(report.queue_us for report in reports),
-        step_us=sum(report.step_us for report in reports),
-        plain_us=sum(report.plain_us for report in reports),
-        fallbacks=[fallback for report in reports for fallback in report.fallbacks],
-        round_began=first.round_began,
-        began=first.began,
-        traced=any(report.traced for report in reports),
-        steps=len(reports),
-    )
 
 
 class DraftedText:
@@ -288,11 +108,16 @@ class DraftedText:
         """Whether a drafter service made the tree of the next step, or a part of it."""
         return self.draft is not None and self.draft.drafter != LOCAL
 
+    def use_guess(self) -> None:
+        """Verify the local tree, if there is no other."""
+        if self.draft is None and len(self.guess):
+            self.set_draft(Draft(self.guess, LOCAL))
+
     def merge_guess(self, tree: TokenTree, nodes: int) -> TokenTree:
         """A drafter's tree, and the local one, as one tree of at most so many nodes."""
         if not len(tree) or tree.proposals or not len(self.guess):
             return tree
-        return merge_trees(self.guess, tree, nodes=nodes, depth=self.text.room - 1)
+        return merge(self.guess, tree, nodes=nodes, depth=self.text.room - 1)
 
     def report(
         self, output: StepOutput, step: StepTimes, *, queue_us: int = 0, node_budget: int = 0
@@ -336,11 +161,6 @@ class DraftedText:
         return LOCAL if self.local is not None and self.no_draft is NoDraft.EMPTY else None
 
 
-def microseconds(seconds: float) -> int:
-    """Whole microseconds, never negative."""
-    return max(0, round(seconds * 1e6))
-
-
 def rank(tree: TokenTree, max_depth: int) -> tuple[TokenTree, tuple[int, ...]]:
     """Sort a tree by survival, without nodes below ``max_depth``. Returns it with a confidence for
     each node, and the index in ``tree`` of each node."""
@@ -359,3 +179,141 @@ def rank(tree: TokenTree, max_depth: int) -> tuple[TokenTree, tuple[int, ...]]:
     if order == list(range(len(tree))):
         return tree, tuple(order)
     return tree.subtree(order), tuple(order)
+
+
+@dataclass(eq=False)
+class Link:
+    """The connection to one drafter service.
+
+    The event loop makes it and hands it to :meth:`Drafting.join`; the engine thread uses it from
+    then on. Any thread may read ``drafters``, which is replaced as a whole, ``carrier`` and the
+    number of ``sequences``.
+    """
+
+    drafters: exchange_pb2.DrafterList  # what the service announced last
+    # Sends a message over the gRPC stream. Called on the engine thread.
+    write: Callable[[exchange_pb2.JoinResponse], None]
+    # Ends the Join call with an error. Called on the engine thread.
+    end: Callable[[ServiceError], None]
+    # Its Unix socket; None: its messages travel over the gRPC stream.
+    socket: FramedSocket | None = None
+    # Open sequences by number.
+    sequences: dict[int, SequenceAtDrafter] = field(default_factory=dict)
+    last: int = 0  # the newest number that was given out
+    # Answers that may still come for sequences that were closed before they were on their way.
+    late: int = 0
+    # What is sent next.
+    message: exchange_pb2.JoinResponse = field(default_factory=exchange_pb2.JoinResponse)
+    # Mean latency of trees by version. Unit: seconds.
+    latency: dict[DrafterVersion, float] = field(default_factory=dict)
+    # Trees and answers that were wrong, late or never came since the last tree that was taken. Of
+    # several services that offer a drafter the one with the fewest gets a sequence.
+    failures: int = 0
+    joined: bool = False  # whether the engine uses it
+    # Whether it is of a user who may join: by a token, or by the user of the socket.
+    known: bool = True
+
+    @property
+    def carrier(self) -> str:
+        """How its messages travel: socket or stream."""
+        return "stream" if self.socket is None else "socket"
+
+    def offers(self, name: str, version: str) -> bool:
+        """Whether a sequence may be opened at a drafter; without a version, at any of its name."""
+        return any(
+            info.name == name and version in ("", info.version) and not info.draining
+            for info in self.drafters.drafters
+        )
+
+    def version(self, name: str, version: str) -> DrafterVersion:
+        """A version, with the method that was announced for it; without one, no method."""
+        drafters, size = self.drafters.drafters, limits.NAME_CHARS
+        methods = (info.method for info in drafters if (info.name, info.version) == (name, version))
+        return DrafterVersion(name, version[:size], next(methods, "")[:size])
+
+    def preference(self) -> tuple[int, bool, int]:
+        """The lowest of several services that offer a drafter gets a sequence."""
+        return self.failures, self.socket is None, len(self.sequences)
+
+    def forget(self, number: int) -> None:
+        """A sequence is open no more. What the service has sent meanwhile is at most that it was
+        opened, a tree, and that it is refused."""
+        del self.sequences[number]
+        self.late = min(self.late + 3, limits.LATE_ANSWERS)
+
+    def close(self, number: int) -> None:
+        """Have the service close a sequence. One whose opening was not sent is not sent at all."""
+        message = self.message
+        _remove(message.rounds, number)
+        if not _remove(message.open, number):
+            message.closed.append(number)
+
+    def send(self, message: exchange_pb2.JoinResponse) -> None:
+        """Send a message without a wait. Raises ``PeerGone`` if the socket is closed, or the peer
+        does not read."""
+        if self.socket is None:
+            self.write(message)
+        else:
+            self.socket.send(message.SerializeToString())
+
+
+def _remove(parts: Any, number: int) -> bool:
+    """Remove the parts of a message that are of a sequence; returns whether there were any."""
+    found = [index for index, part in enumerate(parts) if part.sequence == number]
+    for index in reversed(found):
+        del parts[index]
+    return bool(found)
+
+
+@dataclass(slots=True, eq=False)
+class SequenceAtDrafter:
+    """A generation that is open at a drafter service."""
+
+    link: Link  # the service
+    number: int  # its number there
+    job: DraftedText  # the generation
+    name: str  # name of the drafter
+    sent: int  # tokens of the text that were sent
+    asked_at: float  # when its tree, or the sequence, was requested (time.perf_counter)
+    # What the service answered; None if it has not answered.
+    opened: exchange_pb2.SequenceOpened | None = None
+    # The version that drafts; None: the service has not answered.
+    drafter: DrafterVersion | None = None
+    round: int = 0  # number of the newest round
+    pending: bool = False  # whether its tree has not come
+    budget: int = 0  # nodes that were requested at most
+    traceparent: str = ""  # of the span of its newest round; empty if that is not traced
+
+    @property
+    def usual(self) -> float | None:
+        """Mean latency of its version's trees; None if none has come. Unit: seconds."""
+        return None if self.drafter is None else self.link.latency.get(self.drafter)
+
+
+def eligible(
+    links: Iterable[exchange_pb2.DrafterList], drafter: str
+) -> list[drafter_pb2.DrafterInfo]:
+    """All versions of a drafter that a generation may be given, by the drafters of each service
+    that has joined and NAME, NAME@VERSION, or nothing for the default."""
+    lists = list(links)
+    name, _, version = drafter.partition("@")
+    if not drafter:
+        lists = [each for each in lists if each.default_drafter][:1]
+        name = lists[0].default_drafter if lists else ""
+    return [
+        each
+        for listed in lists
+        for each in listed.drafters
+        if each.name == name and (each.version == version if version else each.traffic_share > 0)
+    ]
+
+
+def hidden_states(
+    links: Iterable[exchange_pb2.DrafterList], drafter: str
+) -> tuple[tuple[int, ...], int]:
+    """Hidden states that a drafter reads, over all its versions that are :func:`eligible`: layers,
+    counted from 0 and rising, and the number of newest positions; 0: all."""
+    reading = [each for each in eligible(links, drafter) if each.hidden_state_layers]
+    windows = [each.hidden_state_window for each in reading]
+    layers = {layer for each in reading for layer in each.hidden_state_layers}
+    return tuple(sorted(layers)), max(windows) if windows and all(windows) else 0

@@ -21,16 +21,15 @@ from paceline.service.messages import MessageTooLarge, parse
 from paceline.telemetry.tracing import child_traceparent
 from paceline.tree import TokenTree
 from paceline.v1 import exchange_pb2, tree_pb2
-from paceline.verifier.engine.drafted import (
+from paceline.verifier.engine.drafted import DraftedText, Link, SequenceAtDrafter
+from paceline.verifier.engine.report import (
     LOCAL,
     Draft,
     DraftCall,
-    DraftedText,
     NoDraft,
     StepReport,
     microseconds,
 )
-from paceline.verifier.engine.links import Link, SequenceAtDrafter
 
 _log = logging.getLogger(__name__)
 

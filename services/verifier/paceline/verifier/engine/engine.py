@@ -22,7 +22,6 @@ from paceline.service.watchdog import Watchdog
 from paceline.tree import EMPTY, MAX_NODES, TokenTree
 from paceline.verifier.engine.acceptance import accept_batch
 from paceline.verifier.engine.batch import Batch, prompt_room
-from paceline.verifier.engine.drafted import NoDraft, StepOutput, StepTimes
 from paceline.verifier.engine.drafting import Drafting, ReadTree
 from paceline.verifier.engine.job import (
     CachedSequence,
@@ -32,9 +31,10 @@ from paceline.verifier.engine.job import (
     SequenceClosed,
     StepFailed,
 )
-from paceline.verifier.engine.local import LocalGuesses, LocalSources, use_guess
+from paceline.verifier.engine.local import LocalGuesses, LocalSources
 from paceline.verifier.engine.masks import MaskThread
 from paceline.verifier.engine.queue import CommandThread, JobQueue, PrefixCache
+from paceline.verifier.engine.report import NoDraft, StepOutput, StepTimes
 from paceline.verifier.grammar import Allowance
 from paceline.verifier.kv.base import OutOfMemory
 from paceline.verifier.scheduler.scheduler import Scheduler
@@ -433,7 +433,7 @@ class Engine:
             elif asked or not nodes:
                 scheduler.budget_sent(job, nodes)
         if not asked:
-            use_guess(job)
+            job.use_guess()
             self._queue.add(job)
 
     def _guess(self, job: Decode) -> None:
@@ -474,7 +474,7 @@ class Engine:
         for job in ready:
             assert isinstance(job, Decode), "no other texts are drafted for here"
             job.ready_at = perf_counter()
-            use_guess(job)
+            job.use_guess()
             self._queue.add(job)
 
     def _begin_decode(self, job: Decode) -> None:
@@ -482,8 +482,9 @@ class Engine:
             self._queue.fail(job, SequenceClosed("the cache was released"))
             return
         self._decodes[job.sequence] = job
-        if self._sources is not None:
-            job.local = self._sources.begin(job)
+        if self._sources is not None and job.drafter is not None:
+            owner = "" if job.isolated else job.text.owner
+            job.local = self._sources.begin(job.text, job.guide, owner)
         self._plan(job, self._budget(job))
 
     def _grant(self, job: Decode, steps: int) -> None:

@@ -15,8 +15,8 @@ import numpy as np
 
 from paceline.kernels import History
 from paceline.text import Text
-from paceline.verifier.engine.drafted import (
-    DraftedText,
+from paceline.verifier.engine.drafted import DraftedText
+from paceline.verifier.engine.report import (
     FinishReason,
     StepOutput,
     StepReport,

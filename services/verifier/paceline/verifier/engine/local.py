@@ -18,8 +18,8 @@ from paceline.sources.grammar import GrammarOwners, GrammarSource
 from paceline.sources.ngram import NgramOptions, NgramOwners, NgramSource
 from paceline.sources.ratio import worth_drafting
 from paceline.sources.recycle import Rank, RecycleOptions, RecycleOwners, RecycleSource
+from paceline.text import Text
 from paceline.tree import EMPTY, TokenTree, merge
-from paceline.verifier.engine.drafted import LOCAL, Draft, DraftedText
 from paceline.verifier.grammar import Guide
 
 # Tokens of a text that enter its index in one step, which takes about half a millisecond.
@@ -41,12 +41,9 @@ class LocalSources:
         self._recycled = RecycleOwners(RecycleOptions()) if "recycle" in names else None
         self._places = GrammarOwners() if "grammar" in names else None
 
-    def begin(self, job: DraftedText) -> LocalGuesses | None:
-        """Return the guesses for a generation from its newest token on; None if it uses none."""
-        if job.drafter is None:
-            return None
-        text, guide = job.text, job.guide
-        owner = "" if job.isolated else text.owner
+    def begin(self, text: Text, guide: Guide | None, owner: str) -> LocalGuesses | None:
+        """Return the guesses for a text of an owner from its newest token on; None if nothing
+        guesses for it. Of a text without an owner (""), nothing is kept."""
         guesses = LocalGuesses()
         if self._texts is not None:
             guesses.text = self._texts.start(text.tokens, owner)
@@ -118,12 +115,6 @@ class LocalGuesses:
     def close(self) -> None:
         if self.text is not None:
             self.text.close()
-
-
-def use_guess(job: DraftedText) -> None:
-    """Verify the local tree of a generation that has no other."""
-    if job.draft is None and len(job.guess):
-        job.set_draft(Draft(job.guess, LOCAL))
 
 
 def by_noise(sampling: SamplingRules) -> Rank | None:

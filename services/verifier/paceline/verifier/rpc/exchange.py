@@ -19,8 +19,8 @@ from paceline.service import OptionsError, ServiceError, limits
 from paceline.service.exchange import FramedSocket, socket_address
 from paceline.service.tasks import keep_running
 from paceline.v1 import drafter_pb2, exchange_pb2, exchange_pb2_grpc, verifier_pb2
+from paceline.verifier.engine.drafted import Link, eligible, hidden_states
 from paceline.verifier.engine.drafting import Drafting
-from paceline.verifier.engine.links import Link, eligible, hidden_states
 from paceline.verifier.kv.base import Taps
 from paceline.verifier.rpc.streams import first_message
 from paceline.verifier.store import CacheNotFound, CacheStore

@@ -14,8 +14,8 @@ from paceline.service.tasks import in_thread
 from paceline.text import Text, sampling_rules
 from paceline.tree import MAX_NODES, TokenTree, TreeError
 from paceline.v1 import sampling_pb2, tree_pb2, verifier_pb2
-from paceline.verifier.engine.drafted import StepOutput
 from paceline.verifier.engine.job import ConstraintFailed, Request, SequenceClosed, StepFailed
+from paceline.verifier.engine.report import StepOutput
 from paceline.verifier.grammar import Grammar, GrammarError, Grammars, GrammarsBusy, Kind
 from paceline.verifier.kv.base import OutOfMemory, Taps
 from paceline.verifier.store import CacheNotFound, StoreFull

@@ -10,7 +10,9 @@ import grpc
 
 from paceline.service import Gate, ServiceError, limits, owner_of, user_of
 from paceline.v1 import verifier_pb2, verifier_pb2_grpc
-from paceline.verifier.engine.drafted import (
+from paceline.verifier.engine.engine import Engine
+from paceline.verifier.engine.job import Decode, Prefill
+from paceline.verifier.engine.report import (
     LOCAL,
     NONE,
     StepOutput,
@@ -20,8 +22,6 @@ from paceline.verifier.engine.drafted import (
     microseconds,
     shares,
 )
-from paceline.verifier.engine.engine import Engine
-from paceline.verifier.engine.job import Decode, Prefill
 from paceline.verifier.kv.base import OutOfMemory
 from paceline.verifier.model import ModelInfo
 from paceline.verifier.rpc.exchange import DraftExchangeServicer

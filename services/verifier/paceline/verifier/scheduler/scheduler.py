@@ -31,7 +31,8 @@ from paceline.verifier.scheduler.costs import WEIGHT, Costs, CostTable, flat_tab
 
 if TYPE_CHECKING:
     from paceline.text import Text
-    from paceline.verifier.engine.drafted import DraftedText, StepOutput
+    from paceline.verifier.engine.drafted import DraftedText
+    from paceline.verifier.engine.report import StepOutput
 
 _MAX_IDLE = 5.0  # seconds; a longer wait was not for trees
 
