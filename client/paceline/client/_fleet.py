@@ -154,9 +154,9 @@ class Verifier:
         name, _, version = drafter.partition("@")
         services = self.facts.drafter_services if self.facts is not None else ()
         return drafter in self.drafters() or any(
-            info.name == (name or each.default_drafter) and version in ("", info.version)
-            for each in services
-            for info in each.drafters
+            info.name == (name or service.default_drafter) and version in ("", info.version)
+            for service in services
+            for info in service.drafters
         )
 
     def status(self) -> VerifierStatus:
@@ -263,12 +263,12 @@ class PrefixTable:
 
     def find(self, tokens: Sequence[int], verifiers: Sequence[Verifier]) -> Verifier | None:
         """The one of these verifiers with the longest prefix; None if none has a chunk of it."""
-        found = None
+        holder = None
         for key in chunk_keys(tokens):
             verifier, instance = self._holders.get(key, (None, ""))
             if verifier is not None and instance == _instance(verifier) and verifier in verifiers:
-                found = verifier
-        return found
+                holder = verifier
+        return holder
 
 
 def _instance(verifier: Verifier) -> str:
@@ -313,7 +313,7 @@ class Pool:
 
     async def update(self) -> None:
         """Resolve names again if that is due. Waits for it only if there is no verifier yet."""
-        for member in [each for each in self._left if not each.running]:
+        for member in [member for member in self._left if not member.running]:
             self._left.remove(member)
             await member.close()
         if not self._names or monotonic() - self._resolved_at < _NAMES_MAX_AGE:
@@ -330,18 +330,18 @@ class Pool:
             await member.close()
 
     async def _resolve(self) -> None:
-        entries, found = self._entries, dict[str, str]()
+        entries, addresses = self._entries, dict[str, str]()
         failures: dict[str, PacelineError] = {}
         for entry in entries:
             try:
-                found |= await addresses_of(entry)
+                addresses |= await addresses_of(entry)
             except OSError as error:
                 failures[entry] = UnavailableError(f"the name cannot be resolved: {error}")
                 logger.warning("%s cannot be resolved, its last addresses stay: %s", entry, error)
         if entries is not self._entries:
             return  # `set` replaced the list meanwhile
         self._resolved_at, self.failures = monotonic(), failures
-        self._become((dict.fromkeys(self._members, "") if failures else {}) | found)
+        self._become((dict.fromkeys(self._members, "") if failures else {}) | addresses)
 
     def _become(self, addresses: dict[str, str]) -> None:
         """Add and remove verifiers. Generations of a removed one finish there."""
@@ -374,7 +374,7 @@ class Fleet:
     @property
     def serving(self) -> list[Verifier]:
         """The verifiers that a generation may go to."""
-        return [each for each in self.verifiers.members if each.usable and not each.refused]
+        return [member for member in self.verifiers.members if member.usable and not member.refused]
 
     async def model(self) -> Model:
         """The served model. Raises UnavailableError if no verifier could be used until the retry
@@ -406,7 +406,7 @@ class Fleet:
             return verifier in avoid, verifier.full, other_bits
 
         serving = self.serving
-        best = min(serving, key=lambda each: (*rank(each), each.load, random.random()))
+        best = min(serving, key=lambda member: (*rank(member), member.load, random.random()))
         holder = self.prefixes.find(text, serving)
         if holder is None or rank(holder) != rank(best):
             return best
@@ -423,10 +423,12 @@ class Fleet:
         """Why no verifier can be used: the error of the only one, or one that names all."""
         members = self.verifiers.members
         failures = self.verifiers.failures
-        errors = [each.error for each in members if each.error is not None]
+        errors = [member.error for member in members if member.error is not None]
         if len(members) == 1 and len(errors) == 1:
             return _copy(errors[0], errors[0].message)
-        reasons = [f"{each.address}: {each.reason() or 'it answers again'}" for each in members]
+        reasons = [
+            f"{member.address}: {member.reason() or 'it answers again'}" for member in members
+        ]
         reasons += [f"{name}: {error.message}" for name, error in failures.items()]
         message = f"no verifier can be used: {'; '.join(reasons)}"
         if len(errors) < len(members) or any(isinstance(e, UnavailableError) for e in errors):
@@ -453,7 +455,7 @@ class Fleet:
         if verifier.has_drafter(drafter):
             self._known_drafters.add(drafter)
             return ""
-        names = dict.fromkeys(name for each in self.serving for name in each.drafters())
+        names = dict.fromkeys(name for member in self.serving for name in member.drafters())
         if names and drafter not in self._known_drafters:
             known = ", ".join(("none", *names))
             raise NotFoundError(
@@ -468,8 +470,8 @@ class Fleet:
         where these guess by themselves. Raises UnavailableError if no verifier can be reached."""
         await self._current_model()
         # The model of a moment ago lacks a drafter that was just loaded.
-        await asyncio.gather(*(each.read_model() for each in self.serving))
-        return tuple(dict.fromkeys(name for each in self.serving for name in each.drafters()))
+        await asyncio.gather(*(member.read_model() for member in self.serving))
+        return tuple(dict.fromkeys(name for member in self.serving for name in member.drafters()))
 
     def drafting_failed(self, reason: str, message: str) -> None:
         """Log a failure of drafting: a warning for the first of its reason, then information."""
@@ -481,7 +483,7 @@ class Fleet:
         if self.ended:
             raise ClientClosedError(self.ended)
         await self._ask()
-        if not any(each.usable for each in self.verifiers.members):
+        if not any(member.usable for member in self.verifiers.members):
             raise self.unavailable()
         async with self._loading:
             model = await self._agree()
@@ -494,14 +496,16 @@ class Fleet:
         await self.verifiers.update()
         members = self.verifiers.members
         timeout = PATIENCE if len(members) > 1 else None
-        healthy = [each for each in members if each.error is None and not each.late]
-        asked = {each: each.ask() for each in members if each.due}
-        if waiting := [asked[each] for each in healthy if each in asked]:
+        healthy = [member for member in members if member.error is None and not member.late]
+        asked = {member: member.ask() for member in members if member.due}
+        if waiting := [asked[member] for member in healthy if member in asked]:
             await asyncio.wait(waiting, timeout=timeout)
-        if any(each.usable for each in members):
+        if any(member.usable for member in members):
             return
-        waiting = [each.ask() for each in members if each not in asked or not asked[each].done()]
-        while waiting and not any(each.usable for each in members):
+        waiting = [
+            member.ask() for member in members if member not in asked or not asked[member].done()
+        ]
+        while waiting and not any(member.usable for member in members):
             done, pending = await asyncio.wait(
                 waiting, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
             )
@@ -510,18 +514,18 @@ class Fleet:
     async def _agree(self) -> Model:
         """The model that all verifiers serve. Rejects verifiers with another model."""
         members = self.verifiers.members
-        known = [each.facts for each in members if each.facts is not None]
+        known = [member.facts for member in members if member.facts is not None]
         if self._model is None or all(differs(facts, self._model.facts) for facts in known):
-            first = next((each for each in members if each.usable), None)
+            first = next((member for member in members if member.usable), None)
             if first is None or first.facts is None:
                 raise self.unavailable()
             self._model = Model(first.facts, await self._codec(first, first.facts))
         target, codec = self._model.facts, self._model.codec
-        for each in members:
-            if each.facts is not None:
-                each.refused = differs(each.facts, target)
-                if each.refused:
-                    self._log_once(logging.ERROR, f"{each.address} is not used: {each.refused}")
+        for member in members:
+            if member.facts is not None:
+                member.refused = differs(member.facts, target)
+                if member.refused:
+                    self._log_once(logging.ERROR, f"{member.address} is not used: {member.refused}")
         serving = self.serving
         if serving and serving[0].facts is not None:
             self._model = Model(serving[0].facts, codec)
@@ -530,12 +534,12 @@ class Fleet:
 
     def _compare(self, serving: list[Verifier]) -> None:
         """Warn of verifiers whose logits may have other bits."""
-        for each in serving[1:]:
-            one, other = serving[0].numerics, each.numerics
-            if found := "; ".join(differing(one, other)) or (not one and "no promise"):
+        for member in serving[1:]:
+            one, other = serving[0].numerics, member.numerics
+            if regions := "; ".join(differing(one, other)) or (not one and "no promise"):
                 self._log_once(
                     logging.WARNING,
-                    f"{serving[0].address} and {each.address} differ in numerics: {found}: the "
+                    f"{serving[0].address} and {member.address} differ in numerics: {regions}: the "
                     "tokens of a generation that moves between them may differ; "
                     "Stats.same_numerics tells which did",
                 )

@@ -50,14 +50,14 @@ def checked_prompt(prompt: object) -> str | list[int]:
     InvalidRequestError if it is of another type, or empty."""
     expected = "a non-empty text or token ids"
     with invalid_requests():
-        found: str | list[int]
+        value: str | list[int]
         if exactly(prompt, str) is not None:
-            found = checked("prompt", prompt, str, expected)
+            value = checked("prompt", prompt, str, expected)
         else:
-            found = token_ids("prompt", prompt, expected)
-        if not found:
+            value = token_ids("prompt", prompt, expected)
+        if not value:
             raise ParameterError.unexpected("prompt", expected, prompt)
-        return found
+        return value
 
 
 @dataclass(frozen=True)
@@ -276,7 +276,7 @@ def _with_parameters(method: Any, own: int, options: Callable[..., Any]) -> Any:
     """Give the method a signature: its first `own` parameters, then one for each option."""
     kept = list(signature(method).parameters.values())[:own]
     parameters = [*kept, *signature(options).parameters.values()]
-    names = [each.name for each in parameters]
+    names = [parameter.name for parameter in parameters]
 
     @wraps(method)
     def call(*args: Any, **given: Any) -> Any:
@@ -307,8 +307,8 @@ def _with_fields(doc: str, kind: type) -> str:
         for name, text in field_docs(kind).items()
     )
     text = inspect.cleandoc(doc)
-    before, found, after = text.partition(f"    options: see `{kind.__name__}`.")
-    return f"{before}{entries}{after}" if found else f"{text}\n\nArgs:\n{entries}"
+    before, mark, after = text.partition(f"    options: see `{kind.__name__}`.")
+    return f"{before}{entries}{after}" if mark else f"{text}\n\nArgs:\n{entries}"
 
 
 def field_docs(kind: type) -> dict[str, str]:
@@ -317,9 +317,9 @@ def field_docs(kind: type) -> dict[str, str]:
     for base in reversed(kind.__mro__):
         with suppress(OSError, TypeError, IndexError):  # no source, or built in
             source = inspect.getsource(sys.modules[base.__module__])
-            own = re.split(rf"^class {base.__name__}\b", source, maxsplit=1, flags=re.M)[1]
-            found = _FIELD.findall(own.partition("\n\n\n")[0])
-            texts |= {name: text for name, text in found if name in texts}
+            body = re.split(rf"^class {base.__name__}\b", source, maxsplit=1, flags=re.M)[1]
+            docs = _FIELD.findall(body.partition("\n\n\n")[0])
+            texts |= {name: text for name, text in docs if name in texts}
     return texts
 
 

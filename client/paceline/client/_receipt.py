@@ -31,7 +31,7 @@ _SHAPELESS = (
     *("acceptance", "logprobs", "prompt_logprobs", "drafter", "isolated", "user", "deadline"),
     *("max_nodes", "parent", "keep_cache", "on_prefill", "seed"),
 )
-_SHAPING = tuple(each.name for each in fields(GenerationOptions) if each.name not in _SHAPELESS)
+_SHAPING = tuple(field.name for field in fields(GenerationOptions) if field.name not in _SHAPELESS)
 
 
 class NumericsRule(NamedTuple):
@@ -58,9 +58,9 @@ def numerics_of(facts: verifier_pb2.GetModelResponse) -> Numerics:
     """What the bits of a verifier's tokens depend on; empty if it promises nothing."""
     return [
         NumericsRule(
-            each.region, each.case, each.implementation, dict(sorted(each.constants.items()))
+            rule.region, rule.case, rule.implementation, dict(sorted(rule.constants.items()))
         )
-        for each in facts.numerics
+        for rule in facts.numerics
     ]
 
 
@@ -73,17 +73,17 @@ def numerics_digest(numerics: Numerics) -> str:
 def differing(one: Numerics, other: Numerics) -> list[str]:
     """The regions in which rules differ, with both. What was measured is named only where all that
     is described is equal."""
-    found = {}
+    differences = {}
     for region in dict.fromkeys(rule.region for rule in (*one, *other)):
         sides = [
             sorted((e for e in rules if e.region == region), key=repr) for rules in (one, other)
         ]
         left, right = ("; ".join(map(str, side)) or "nothing" for side in sides)
         if sides[0] != sides[1]:
-            found[region] = f"{region}: {left}, here {right}"
-    if len(found) > 1:
-        found.pop("check", None)
-    return list(found.values())
+            differences[region] = f"{region}: {left}, here {right}"
+    if len(differences) > 1:
+        differences.pop("check", None)
+    return list(differences.values())
 
 
 @dataclass(frozen=True)
@@ -196,8 +196,8 @@ def not_comparable(
             "the receipt has no numerics: its verifier promised none, or the text moved between "
             "verifiers that differ",
         )
-    if found := differing(receipt.numerics, numerics):
-        return ReceiptCheck("numerics", f"numerics differ: {'; '.join(found)}")
+    if differences := differing(receipt.numerics, numerics):
+        return ReceiptCheck("numerics", f"numerics differ: {'; '.join(differences)}")
     return None
 
 
@@ -224,7 +224,7 @@ def compared(receipt: Receipt, again: Receipt) -> ReceiptCheck:
 def _plain(value: Any) -> Any:
     """An option as JSON has it: minus infinity, a bias that excludes a token, is a text."""
     if isinstance(value, Mapping):
-        return {str(name): _plain(each) for name, each in value.items()}
+        return {str(name): _plain(entry) for name, entry in value.items()}
     return _NEVER if value == -math.inf else value
 
 
@@ -278,7 +278,7 @@ def _rule(name: str, value: object) -> NumericsRule:
 def _texts(name: str, value: object, names: Collection[str]) -> list[str]:
     """Texts of an object with these fields, in their order."""
     fields = _fields(name, value, names)
-    return [checked(f"{name}.{each}", fields[each], str, "a text") for each in names]
+    return [checked(f"{name}.{field}", fields[field], str, "a text") for field in names]
 
 
 def _fields(

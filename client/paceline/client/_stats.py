@@ -188,7 +188,7 @@ class Stats:
                 for name, added in entry.shares or ((entry.drafter, whole),):
                     known = sums.get(name, SourceStats(0, 0, 0))
                     sums[name] = SourceStats(*map(sum, zip(known, added, strict=True)))
-        return dict(sorted(sums.items(), key=lambda each: each[1].accepted, reverse=True))
+        return dict(sorted(sums.items(), key=lambda item: item[1].accepted, reverse=True))
 
     @property
     def undrafted(self) -> Counter[str]:
@@ -247,11 +247,11 @@ class Stats:
         By the plain steps of the text itself, if it has enough, else an estimate by those that the
         verifier's process measured. None: nothing was drafted, or too few were measured.
         """
-        own = self._own_plain_ms()
-        measured = [entry for entry in self.rounds if entry.round_ms and (own or entry.plain_ms)]
+        ms = self._own_plain_ms()
+        measured = [entry for entry in self.rounds if entry.round_ms and (ms or entry.plain_ms)]
         if not measured or not self.drafted_rounds:
             return None
-        plain_ms = sum(entry.emitted * (own or entry.plain_ms / entry.steps) for entry in measured)
+        plain_ms = sum(entry.emitted * (ms or entry.plain_ms / entry.steps) for entry in measured)
         tokens_a_step: float = sum(entry.emitted for entry in self.rounds) / self.steps
         return min(plain_ms / sum(entry.round_ms for entry in measured), tokens_a_step)
 
@@ -306,10 +306,10 @@ class Stats:
         undrafted = self.undrafted
         parts = []
         for name in self.drafter_versions:
-            own = [e for e in self.rounds if e.drafted and f"{e.drafter}@{e.version}" == name]
-            length = sum(entry.emitted for entry in own) / len(own)
+            rounds = [e for e in self.rounds if e.drafted and f"{e.drafter}@{e.version}" == name]
+            length = sum(entry.emitted for entry in rounds) / len(rounds)
             parts.append(
-                f"{name} drafted {len(own)} of {_count(self.steps, 'round')}, which emitted "
+                f"{name} drafted {len(rounds)} of {_count(self.steps, 'round')}, which emitted "
                 f"{length:.1f} tokens each"
             )
         if undrafted and parts:
@@ -321,8 +321,8 @@ class Stats:
         text = "; ".join(parts) + "."
         if any(entry.shares for entry in self.rounds):
             shares = [
-                f"{each.accepted} of {each.checked} by {name}"
-                for name, each in self.sources.items()
+                f"{source.accepted} of {source.checked} by {name}"
+                for name, source in self.sources.items()
             ]
             text += f" Accepted of the checked drafts: {', '.join(shares)}."
         if self.drafted_rounds:
@@ -372,7 +372,7 @@ class Stats:
             **{name: _rounded(getattr(self, name)) for name in names},
             "undrafted": dict(self.undrafted),
             "fallbacks": dict(self.fallbacks),
-            "sources": {name: each._asdict() for name, each in self.sources.items()},
+            "sources": {name: source._asdict() for name, source in self.sources.items()},
         }
 
     def merge(self, other: Stats) -> None:

@@ -172,7 +172,7 @@ class TokenStream:
                     continue
                 self._stats.fallbacks["verifier_full"] += 1
                 verifier.full_until = monotonic() + error.retry_after
-                if all(each.full for each in self._fleet.serving):
+                if all(verifier.full for verifier in self._fleet.serving):
                     limited = self._request.options.deadline is not None
                     await self._attempts.pause(error, within_deadline=limited)
             except NotFoundError as error:

@@ -80,8 +80,8 @@ async def addresses_of(entry: str) -> dict[str, str]:
 
 async def _lookup(name: str, port: int) -> list[str]:
     """Addresses of a name, those of IPv4 if it has any. Raises OSError if it has none."""
-    found = await asyncio.get_running_loop().getaddrinfo(name, port, type=socket.SOCK_STREAM)
-    hosts = [(family, address[0]) for family, *_, address in found]
+    infos = await asyncio.get_running_loop().getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    hosts = [(family, address[0]) for family, *_, address in infos]
     ipv4 = [f"{host}:{port}" for family, host in hosts if family == socket.AF_INET]
     return ipv4 or [f"[{host}]:{port}" for _, host in hosts]
 

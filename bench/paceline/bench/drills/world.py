@@ -176,7 +176,7 @@ class World:
                 "drafter",
                 [
                     "--device=cpu",
-                    *(f"--verifier={each.address}" for each in (started, *others)),
+                    *(f"--verifier={process.address}" for process in (started, *others)),
                     *(f"--load={spec}" for spec in load),
                 ],
                 environment={**_ONE_THREAD, **(environment or {})},

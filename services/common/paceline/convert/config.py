@@ -69,7 +69,7 @@ def decoder_config(
         short, _ = rope_frequencies(hf, context=original)
         switches |= {"rope_short": tuple(short.tolist()), "rope_short_context": original}
     dtype = _dtype(hf, requested)
-    own = stored or _quantisation(hf) or str(dtype).removeprefix("torch.")
+    stored_weights = stored or _quantisation(hf) or str(dtype).removeprefix("torch.")
     config = DecoderConfig(
         model_type=hf.model_type,
         layers=hf.num_hidden_layers,
@@ -94,7 +94,7 @@ def decoder_config(
         bos_token_id=hf.bos_token_id,
         dtype=dtype,
         kv_dtype=dtype,
-        weights=own if requested in ("auto", "stored") else requested,
+        weights=stored_weights if requested in ("auto", "stored") else requested,
         norm_offset=family.norm_offset,
         gelu=_activation(hf) != "silu",
         gated=family.gated,
@@ -123,13 +123,13 @@ def _context(hf: Any, family: Family) -> int:
     """The longest text of a model. Frequencies that are divided by a factor make it longer, as vLLM
     has it: YaRN's to the factor times the original length, whatever the config names besides;
     linear ones to the factor times the length. Gemma's configs name the longer one."""
-    found = rope_parameters(hf)
-    kind, context = found.get("rope_type", "default"), hf.max_position_embeddings
+    rope = rope_parameters(hf)
+    kind, context = rope.get("rope_type", "default"), hf.max_position_embeddings
     if kind == "yarn":
-        context = found.get("original_max_position_embeddings") or context
+        context = rope.get("original_max_position_embeddings") or context
     elif kind != "linear" or family.local_rope:
         return int(context)
-    return int(context * float(found.get("factor") or 1.0))
+    return int(context * float(rope.get("factor") or 1.0))
 
 
 def _experts(hf: Any) -> dict[str, Any]:
@@ -191,8 +191,8 @@ def _refuse_unsupported(hf: Any) -> None:
             f"{hf.num_attention_heads} query heads are not a multiple of {kv_heads} kv heads"
         )
     counts, widths = stored[::2], stored[1::2]
-    if any(kv_heads % each for each in counts) or any(
-        each % 2 or dim > widths[0] for each in widths
+    if any(kv_heads % count for count in counts) or any(
+        width % 2 or dim > widths[0] for width in widths
     ):
         raise UnsupportedModelError(
             f"full and sliding layers have {counts} kv heads of widths {widths}, expected a number "
@@ -202,8 +202,8 @@ def _refuse_unsupported(hf: Any) -> None:
 
 def _quantisation(hf: Any) -> str:
     """The method by which a checkpoint is quantised, "" if it is not."""
-    found = getattr(hf, "quantization_config", None) or {}
-    return str(found.get("quant_method", "unknown")) if found else ""
+    described = getattr(hf, "quantization_config", None) or {}
+    return str(described.get("quant_method", "unknown")) if described else ""
 
 
 def _activation(hf: Any) -> str:
@@ -213,18 +213,18 @@ def _activation(hf: Any) -> str:
 def rope_parameters(hf: Any, layers: str = "full_attention") -> dict[str, Any]:
     """``rope_parameters`` of a transformers config, of one kind of layers if there are several.
     Hunyuan's "dynamic" ones with a fixed `alpha` are default ones with a larger base."""
-    found = hf.rope_parameters or {}
-    found = dict(found.get(layers, found))
-    if found.get("rope_type") == "dynamic" and (alpha := found.pop("alpha", None)):
+    rope = hf.rope_parameters or {}
+    rope = dict(rope.get(layers, rope))
+    if rope.get("rope_type") == "dynamic" and (alpha := rope.pop("alpha", None)):
         width = _head_dim(hf)
         if width == 2 or not 0 < float(alpha) < math.inf:
             raise UnsupportedModelError(
                 f"alpha is {alpha!r} for heads of {width}, expected a finite one above 0 and more "
                 "than 2 dimensions"
             )
-        theta = found["rope_theta"] * float(alpha) ** (width / (width - 2))
-        found |= {"rope_type": "default", "rope_theta": theta}
-    return found
+        theta = rope["rope_theta"] * float(alpha) ** (width / (width - 2))
+        rope |= {"rope_type": "default", "rope_theta": theta}
+    return rope
 
 
 def _frequencies_by_layer(hf: Any, thetas: Sequence[float]) -> tuple[Tensor, dict[str, Any]]:
@@ -239,12 +239,12 @@ def _frequencies_by_layer(hf: Any, thetas: Sequence[float]) -> tuple[Tensor, dic
         )
     width = _rotary_width(hf)
     exponents = torch.arange(0, width, 2, dtype=torch.float64) / width
-    found = (1.0 / float(first) ** exponents).float()
+    inv_freq = (1.0 / float(first) ** exponents).float()
     if not others:
-        return found, {}
+        return inv_freq, {}
     local = (1.0 / float(others[0]) ** exponents).float().tolist() if others[0] else [0.0]
     ropes = tuple(int(theta != first) for theta in thetas)
-    return found, {"ropes": ropes, "rope_local": tuple(local)}
+    return inv_freq, {"ropes": ropes, "rope_local": tuple(local)}
 
 
 def check_rope(hf: Any, *, partial: bool = True) -> None:
@@ -285,21 +285,21 @@ def _heads(hf: Any) -> tuple[tuple[int, int], tuple[int, ...]]:
     """KV heads and width of heads of all layers, and those that tensors have; see
     :class:`paceline.decoder.DecoderConfig`."""
     kinds = ("full_attention", "sliding_attention")
-    found = [(_of_kind(hf, kind).num_key_value_heads, _head_dim(hf, kind)) for kind in kinds]
-    kv_heads, dims = zip(*found, strict=True)
-    stored = (*found[0], *found[1]) if _heads_differ(hf) else ()
+    shapes = [(_of_kind(hf, kind).num_key_value_heads, _head_dim(hf, kind)) for kind in kinds]
+    kv_heads, dims = zip(*shapes, strict=True)
+    stored = (*shapes[0], *shapes[1]) if _heads_differ(hf) else ()
     return (max(kv_heads), max(dims)), stored
 
 
 def _head_dim(hf: Any, layers: str = "full_attention") -> int:
-    found = getattr(_of_kind(hf, layers), "head_dim", None)
-    return int(found or hf.hidden_size // hf.num_attention_heads)
+    head_dim = getattr(_of_kind(hf, layers), "head_dim", None)
+    return int(head_dim or hf.hidden_size // hf.num_attention_heads)
 
 
 def _rotary_width(hf: Any, layers: str = "full_attention") -> int:
     """Dimensions of a head that are turned; "proportional" frequencies of others are 0."""
-    found = rope_parameters(hf, layers)
-    part = 1.0 if found.get("rope_type") == "proportional" else found.get("partial_rotary_factor")
+    rope = rope_parameters(hf, layers)
+    part = 1.0 if rope.get("rope_type") == "proportional" else rope.get("partial_rotary_factor")
     return int(_head_dim(hf, layers) * float(1.0 if part is None else part))
 
 
@@ -315,15 +315,15 @@ def rope_frequencies(
     longer than the original one. ``layers`` is a kind of layers, where the config has rotary
     embeddings by kind.
     """
-    found = rope_parameters(hf, layers)
-    kind, width = found.get("rope_type", "default"), _rotary_width(hf, layers)
+    rope = rope_parameters(hf, layers)
+    kind, width = rope.get("rope_type", "default"), _rotary_width(hf, layers)
     scaling = 1.0
-    turns = found.get("rope_theta") is not None or hf.model_type != "olmo_hybrid"
+    turns = rope.get("rope_theta") is not None or hf.model_type != "olmo_hybrid"
     if kind == "default" and not turns:
         inv_freq = torch.zeros(width // 2)
     elif kind == "default":
         exponents = torch.arange(0, width, 2, dtype=torch.float64) / width
-        inv_freq = (1.0 / found["rope_theta"] ** exponents).float()
+        inv_freq = (1.0 / rope["rope_theta"] ** exponents).float()
     else:
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -340,7 +340,7 @@ def head_order(config: DecoderConfig) -> Tensor | None:
     The table turns dimensions half a head apart. Where a model turns others, the rows of its q and
     k projections are put in this order, which does not change a score.
     """
-    turned = 2 * sum(each != 0.0 for each in config.rope_inv_freq)
+    turned = 2 * sum(frequency != 0.0 for frequency in config.rope_inv_freq)
     family = FAMILIES[config.model_type]
     neighbours = family.neighbours
     if (turned == config.head_dim or not family.partial_rope) and not neighbours:
@@ -376,10 +376,10 @@ def _dtype(hf: Any, weights: str) -> torch.dtype:
     """The type that ``weights`` names, otherwise the model's own; bfloat16 for float16."""
     if weights in _FLOATS:
         return _FLOATS[weights]
-    own = str(getattr(hf, "dtype", None) or torch.float32).removeprefix("torch.")
-    found = _FLOATS.get("bfloat16" if own == "float16" else own)
-    if found is None:
+    name = str(getattr(hf, "dtype", None) or torch.float32).removeprefix("torch.")
+    dtype = _FLOATS.get("bfloat16" if name == "float16" else name)
+    if dtype is None:
         raise UnsupportedModelError(
-            f"the model's dtype {own!r} is not supported, expected {', '.join(_FLOATS)} or float16"
+            f"the model's dtype {name!r} is not supported, expected {', '.join(_FLOATS)} or float16"
         )
-    return found
+    return dtype

@@ -79,8 +79,8 @@ class DrafterTensors(Checkpoint):
 
 
 def _own_name(name: str) -> str:
-    own = name.removeprefix("model.").replace("midlayer.", "layers.0.", 1)
-    return _RENAMED.get(own, own)
+    short = name.removeprefix("model.").replace("midlayer.", "layers.0.", 1)
+    return _RENAMED.get(short, short)
 
 
 def read_described(folder: Path) -> dict[str, Any]:
@@ -157,8 +157,8 @@ def _read_eagle3(described: Json, layer: Json, project: str, layers: int) -> dic
 def _read_taps(described: Json, speculators: bool, layers: int) -> tuple[int, ...]:
     """EAGLE and SpecForge name outputs (0 is that of the first layer), speculators names inputs (1
     is the same)."""
-    own: Json = described if speculators else described.get("eagle_config") or {}
-    if numbers := own.get("eagle_aux_hidden_state_layer_ids"):
+    eagle: Json = described if speculators else described.get("eagle_config") or {}
+    if numbers := eagle.get("eagle_aux_hidden_state_layer_ids"):
         return tuple(int(number) - speculators for number in numbers)
     if not layers:
         raise UnsupportedModelError(
@@ -284,7 +284,7 @@ def _sliding(described: Json, project: str, slides: list[bool], window: int) -> 
         if described.get("is_causal") is not None:
             causal = [bool(described["is_causal"])] * len(slides)
     elif "sliding_window_non_causal" in described and project == "speculators":
-        causal = [each and not described["sliding_window_non_causal"] for each in slides]
+        causal = [slide and not described["sliding_window_non_causal"] for slide in slides]
     else:
         raise UnsupportedModelError(
             "layers with sliding attention are supported only where config.json has "
@@ -293,7 +293,7 @@ def _sliding(described: Json, project: str, slides: list[bool], window: int) -> 
         )
     return {
         "window": window if all(slides) else 0,
-        "windows": () if all(slides) else tuple(window if each else 0 for each in slides),
+        "windows": () if all(slides) else tuple(window if slide else 0 for slide in slides),
         "causal": tuple(causal) if any(causal) else (),
     }
 

@@ -81,19 +81,19 @@ class ExpertTensors(Tensors[Weight]):
         self._names: dict[str, str | _Part] = {}
         for stored in folder:
             name = shared_name(stored)
-            found = _STACKED.match(name)
-            if found is None:
+            match = _STACKED.match(name)
+            if match is None:
                 self._names[name] = stored
                 continue
-            layer, matrix, kind = found.groups()
+            layer, matrix, kind = match.groups()
             if kind == "_scales":
                 continue
             parts = ("gate_proj", "up_proj") if matrix == "gate_up_proj" else ("down_proj",)
             for expert in range(self._count(stored)):
-                for half, each in enumerate(parts):
+                for half, part in enumerate(parts):
                     place = _Part(stored, expert, half if len(parts) > 1 else None)
                     tail = "bias" if kind == "_bias" else "weight"
-                    self._names[f"{layer}.mlp.experts.{expert}.{each}.{tail}"] = place
+                    self._names[f"{layer}.mlp.experts.{expert}.{part}.{tail}"] = place
 
     def _count(self, stored: str) -> int:
         shape = self._folder.mapped(stored).shape
@@ -104,24 +104,24 @@ class ExpertTensors(Tensors[Weight]):
         return int(shape[0])
 
     def __getitem__(self, name: str) -> Weight:
-        found = self._names[name]
-        if isinstance(found, _Part):
-            return self._read(found)
-        tensor = self._folder[found]
+        place = self._names[name]
+        if isinstance(place, _Part):
+            return self._read(place)
+        tensor = self._folder[place]
         return tensor.flatten() if name.endswith(".choice.bias") else tensor  # ERNIE has a matrix
 
     def mapped(self, name: str) -> Weight:
         """A tensor mapped from the file, where possible; see :meth:`Checkpoint.mapped`."""
-        found = self._names[name]
-        return self._folder.mapped(found) if isinstance(found, str) else self._read(found)
+        place = self._names[name]
+        return self._folder.mapped(place) if isinstance(place, str) else self._read(place)
 
     def _read(self, part: _Part) -> Weight:
-        found = self._folder.stored(part.stacked)[part.expert]
+        weight = self._folder.stored(part.stacked)[part.expert]
         if part.stacked.endswith("_blocks"):
-            return self._read_mxfp4(found, part)
-        if self._interleaved and found.dim() == 2:
-            found = found.T
-        return self._folder.converted(self._half(found, part))
+            return self._read_mxfp4(weight, part)
+        if self._interleaved and weight.dim() == 2:
+            weight = weight.T
+        return self._folder.converted(self._half(weight, part))
 
     def _read_mxfp4(self, pairs: Tensor, part: _Part) -> Weight:
         """Read uint8 ``[outs, ins / 32, 16]``, the low half of a byte first, and their scales."""
@@ -137,12 +137,12 @@ class ExpertTensors(Tensors[Weight]):
                 "and uint8 [outs, ins / 32]"
             )
         pairs, scales = self._half(pairs, part), self._half(scales, part)
-        found = mxfp4(torch.stack([pairs & 15, pairs >> 4], -1).flatten(1), scales)
+        matrix = mxfp4(torch.stack([pairs & 15, pairs >> 4], -1).flatten(1), scales)
         try:
-            check_finite(found.scale, None)
+            check_finite(matrix.scale, None)
         except ValueError as error:
             raise UnsupportedModelError(f"tensor {name!r} is damaged: {error}") from error
-        return found
+        return matrix
 
     def _half(self, outputs: Tensor, part: _Part) -> Tensor:
         if part.half is None:

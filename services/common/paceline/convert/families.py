@@ -242,10 +242,10 @@ class Family:
 def own_tensors(of: Any) -> Iterator[tuple[tuple[str, str], tuple[int, ...]]]:
     """Names, in a folder and in a GGUF file, and shapes of the tensors beside the layers that
     layers have inputs of their own by; ``of`` as in :meth:`Family.layer_tensors`."""
-    if each := of.layer_input:
-        yield OWN_EMBEDDING, (of.vocab_size, of.layers * each)
-        yield OWN_PROJECTION, (of.layers * each, of.hidden)
-        yield OWN_NORM, (each,)
+    if width := of.layer_input:
+        yield OWN_EMBEDDING, (of.vocab_size, of.layers * width)
+        yield OWN_PROJECTION, (of.layers * width, of.hidden)
+        yield OWN_NORM, (width,)
 
 
 def unread_tensors(of: Any, layer: int) -> tuple[str, ...]:
@@ -272,7 +272,7 @@ def _without_rope(hf: Any) -> dict[str, Any]:
     used = hf.no_rope_layers[: hf.num_hidden_layers]
     if all(used):
         return {}
-    return {"ropes": tuple(int(not each) for each in used), "rope_local": (0.0,)}
+    return {"ropes": tuple(int(not use) for use in used), "rope_local": (0.0,)}
 
 
 def _without_global_rope(hf: Any) -> dict[str, Any]:
@@ -284,9 +284,9 @@ def _without_global_rope(hf: Any) -> dict[str, Any]:
 
 
 def _scaled_queries(hf: Any) -> dict[str, Any]:
-    found = hf.rope_parameters
-    beta = float(found.get("llama_4_scaling_beta") or 0.0)
-    context = found.get("original_max_position_embeddings", 0)
+    rope = hf.rope_parameters
+    beta = float(rope.get("llama_4_scaling_beta") or 0.0)
+    context = rope.get("original_max_position_embeddings", 0)
     if beta and not (isinstance(context, int) and context > 0):
         raise ValueError(
             f"original_max_position_embeddings is {context!r} with llama_4_scaling_beta, expected "
@@ -332,8 +332,8 @@ def _gemma4(hf: Any) -> dict[str, Any]:
             f"num_kv_shared_layers is {shared} of {layers}, expected layers of the same types "
             "before them, whose keys and values they share"
         )
-    own = hf.hidden_size_per_layer_input or 0
-    if own and hf.vocab_size_per_layer_input != hf.vocab_size:
+    width = hf.hidden_size_per_layer_input or 0
+    if width and hf.vocab_size_per_layer_input != hf.vocab_size:
         raise ValueError(
             f"vocab_size_per_layer_input is {hf.vocab_size_per_layer_input}, expected that of "
             f"vocab_size, {hf.vocab_size}"
@@ -344,7 +344,7 @@ def _gemma4(hf: Any) -> dict[str, Any]:
     return {
         "shared_intermediate": hf.intermediate_size if hf.enable_moe_block else 0,
         "shared_layers": tuple(range(first, layers)),
-        "layer_input": own,
+        "layer_input": width,
         "dense_layers": tuple(range(first, layers)) if double else (),
         "dense_intermediate": 2 * hf.intermediate_size if double else 0,
         "embedding_scale": hf.hidden_size**0.5,
@@ -386,15 +386,15 @@ def _gemma_gguf(values: Any, max_layers: int) -> dict[str, Any]:
 
 def _gemma2_gguf(values: Any) -> dict[str, Any]:
     caps = ("attn_logit_softcapping", "final_logit_softcapping")
-    found = {name: values.real(name) for name in caps}
-    return _gemma_gguf(values, 46) | found
+    known = {name: values.real(name) for name in caps}
+    return _gemma_gguf(values, 46) | known
 
 
 def _phi3_gguf(values: Any) -> dict[str, Any]:
     window = values.get("attention.sliding_window")  # 0: none
     context = values.get("rope.scaling.original_context_length")
-    found = {"sliding_window": values.count("attention.sliding_window") if window else None}
-    return found if context is None else found | {"original_max_position_embeddings": context}
+    fields = {"sliding_window": values.count("attention.sliding_window") if window else None}
+    return fields if context is None else fields | {"original_max_position_embeddings": context}
 
 
 def _exaone_gguf(values: Any) -> dict[str, Any]:
@@ -470,7 +470,7 @@ def _delta(hf: Any) -> dict[str, Any]:
 
 def _recurrent(hf: Any, kind: str, heads: tuple[int, ...], taps: str) -> dict[str, Any]:
     """Layers with recurrent states, by their type, their heads and the field of their taps."""
-    layers = tuple(i for i, each in enumerate(hf.layer_types) if each == kind)
+    layers = tuple(i for i, layer in enumerate(hf.layer_types) if layer == kind)
     if not 2 <= getattr(hf, taps) <= MAX_TAPS:
         raise ValueError(f"{taps} is {getattr(hf, taps)}, expected 2 to {MAX_TAPS}")
     if len(layers) == hf.num_hidden_layers:
@@ -809,10 +809,10 @@ def refusal(kind: str, name: str, known: Iterable[str], fields: Mapping[str, Any
 def layer_shapes(config: DecoderConfig, layer: int = -1) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors of a layer (-1: one with attention, and experts if there are any), by
     names without the prefix of the layer; those of experts are one by one."""
-    found: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in FAMILIES[config.model_type].layer_tensors(config, layer):
         if ".experts." in name:
-            found |= {expert_name(name, expert): shape[1:] for expert in range(shape[0])}
+            shapes |= {expert_name(name, expert): shape[1:] for expert in range(shape[0])}
         else:
-            found[name] = shape
-    return found
+            shapes[name] = shape
+    return shapes

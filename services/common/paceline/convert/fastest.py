@@ -37,7 +37,7 @@ def faster_weights(source: ModelSource, config: DecoderConfig, cores: int) -> st
     layers = max(1, min(config.layers, _SAMPLE * config.layers // weights))
     formats = {"int8": source.config("int8"), config.weights: config}
     try:
-        matrices = {name: _matrices(source, each, layers, cores) for name, each in formats.items()}
+        matrices = {name: _matrices(source, form, layers, cores) for name, form in formats.items()}
     except UnsupportedModelError:  # matrices of these shapes have no form in 8 bits
         return config.weights
     times = dict.fromkeys(formats, 0.0)
@@ -46,7 +46,7 @@ def faster_weights(source: ModelSource, config: DecoderConfig, cores: int) -> st
             {name: _pass(matrices[name], rows, cores) for name in formats} for _ in range(_TRIES)
         ]
         for name in formats:
-            times[name] += passes * min(each[name] for each in tries)
+            times[name] += passes * min(seconds[name] for seconds in tries)
     return "int8" if times["int8"] < _GAIN * times[config.weights] else config.weights
 
 
@@ -55,8 +55,8 @@ def _matrices(
 ) -> list[PackedMatrix]:
     packer = Packer(config, source.weights(config, "cpu"), "cpu")
     parts = CPU.map(packer.layer, range(layers), cores)
-    found = [part for layer in parts for part in layer.values()]
-    return [part for part in found if isinstance(part, PackedMatrix)]
+    values = [part for layer in parts for part in layer.values()]
+    return [part for part in values if isinstance(part, PackedMatrix)]
 
 
 def _pass(matrices: list[PackedMatrix], rows: int, cores: int) -> float:

@@ -109,12 +109,12 @@ def parse_object(path: Path, content: str | bytes) -> dict[str, Any]:
     """
     try:
         text = content if isinstance(content, str) else content.decode()
-        found = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UnsupportedModelError(f"cannot read {path}: {one_line(error)}") from error
-    if not isinstance(found, dict):
-        raise UnsupportedModelError(f"{path} is {type(found).__name__}, expected a JSON object")
-    return found
+    if not isinstance(value, dict):
+        raise UnsupportedModelError(f"{path} is {type(value).__name__}, expected a JSON object")
+    return value
 
 
 def read_object(path: Path, limit: int = _MAX_CONFIG) -> dict[str, Any]:
@@ -163,14 +163,14 @@ def _check_field(path: Path, prefix: str, name: str, value: Any) -> None:
 def token_ids(path: Path, name: str, value: Any, vocab_size: int) -> tuple[int, ...]:
     """Token ids of a field: one, a list, or none if it is null. Ids that the model does not have
     are left out: it never gives them. Raises ``UnsupportedModelError`` if it is something else."""
-    found = [] if value is None else value if isinstance(value, list) else [value]
-    for token in found:
+    tokens = [] if value is None else value if isinstance(value, list) else [value]
+    for token in tokens:
         number = isinstance(token, int) and not isinstance(token, bool)
         if not number or token < 0:
             raise UnsupportedModelError(
                 f"{path}: {name} is {_shown(value)}, expected token ids from 0"
             )
-    return tuple(dict.fromkeys(token for token in found if token < vocab_size))
+    return tuple(dict.fromkeys(token for token in tokens if token < vocab_size))
 
 
 def one_line(error: BaseException) -> str:

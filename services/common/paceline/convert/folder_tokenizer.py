@@ -60,11 +60,11 @@ def folder_tokenizer(
     if not there:
         return None
     facts = ("folder tokenizer", *(file_facts(file) for file in there if file.is_file()))
-    found = remembered(
+    fields = remembered(
         (*facts, sorted(special_tokens.items())),
         lambda: {**asdict(_built(folder, special_tokens, vocab_size, facts))},
     )
-    return FolderTokenizer(**found)
+    return FolderTokenizer(**fields)
 
 
 def _built(
@@ -77,13 +77,13 @@ def _built(
         changed = str(remembered_by_transformers(facts, partial(_by_transformers, folder)))
     where = folder / (_JSON if raw else _CONFIG)
     named = set(special_tokens.values())
-    found = probe(where, changed or _text(folder / _JSON, raw), named)
-    if vocab_size is not None and found.max_id >= vocab_size:
+    probed = probe(where, changed or _text(folder / _JSON, raw), named)
+    if vocab_size is not None and probed.max_id >= vocab_size:
         _log.warning(
             "%s has tokens up to %d, but the model has %d: texts with the others are refused",
-            where, found.max_id, vocab_size,
+            where, probed.max_id, vocab_size,
         )  # fmt: skip
-    return FolderTokenizer(changed, found.added, found.ids)
+    return FolderTokenizer(changed, probed.added, probed.ids)
 
 
 def _text(path: Path, raw: bytes) -> str:
@@ -97,19 +97,19 @@ def _lacks(folder: Path, raw: bytes, config: Mapping[str, Any]) -> bool:
     """Whether tokens that the folder adds with their ids are not in tokenizer.json."""
     described = config.get("added_tokens_decoder")
     added = [
-        each.get("content") for each in (described if isinstance(described, dict) else {}).values()
-        if isinstance(each, dict)
+        item.get("content") for item in (described if isinstance(described, dict) else {}).values()
+        if isinstance(item, dict)
     ]  # fmt: skip
     added += read_object(folder / "added_tokens.json")
     known = parse_object(folder / _JSON, raw)
     model = known.get("model")
     vocab = model.get("vocab", {}) if isinstance(model, dict) else {}
     tokens: set[Any] = {token for token in vocab if isinstance(token, str)}
-    found = known.get("added_tokens")
-    if isinstance(found, list):
-        tokens |= {str(each.get("content")) for each in found if isinstance(each, dict)}
+    listed = known.get("added_tokens")
+    if isinstance(listed, list):
+        tokens |= {str(item.get("content")) for item in listed if isinstance(item, dict)}
     if isinstance(vocab, list):  # of a unigram model: pairs of text and score
-        tokens |= {each[0] for each in vocab if isinstance(each, list) and each}
+        tokens |= {item[0] for item in vocab if isinstance(item, list) and item}
     return any(isinstance(token, str) and token not in tokens for token in added)
 
 

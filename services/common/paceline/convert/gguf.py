@@ -96,7 +96,7 @@ class Metadata:
         blocks = [0.0]
         if isinstance(self.get("feed_forward_length"), GgufArray):
             blocks = self.numbers("feed_forward_length")
-            if not all(0 < each <= _MAX_NUMBER for each in blocks):
+            if not all(0 < length <= _MAX_NUMBER for length in blocks):
                 raise self._error(f"feed_forward_length has {min(blocks)}, expected widths above 0")
         self.intermediate = int(blocks[0]) or self.count(wide if named else "feed_forward_length")
         self.q_heads = self.count("attention.head_count")
@@ -106,7 +106,7 @@ class Metadata:
         self.layer_input = self._optional("embedding_length_per_layer_input", 0)
         # Whether layers have windows, where heads differ by that.
         pattern = "attention.sliding_window_pattern"
-        self.windows = [bool(each) for each in self.numbers(pattern)] if by_kind else []
+        self.windows = [bool(flag) for flag in self.numbers(pattern)] if by_kind else []
         counts = self._kv_counts()
         self.kv_heads = max(counts)
         if self.q_heads % self.kv_heads:
@@ -184,7 +184,7 @@ class Metadata:
     def window_types(self) -> list[str]:
         """Types of layers, with a window or without."""
         kinds = ("full_attention", "sliding_attention")
-        return [kinds[bool(each)] for each in self.numbers("attention.sliding_window_pattern")]
+        return [kinds[bool(flag)] for flag in self.numbers("attention.sliding_window_pattern")]
 
     def _read_heads(self, counts: Sequence[int]) -> None:
         """Heads of layers without a window, and with one, from their widths and KV heads."""
@@ -194,10 +194,10 @@ class Metadata:
                 raise self._error(f"{name} differs from the width of keys, {widths[1]}")
         by_kind = dict(zip(self.windows, counts, strict=True))
         self.heads = [(by_kind.get(kind, counts[0]), widths[kind]) for kind in (False, True)]
-        own = range(self.layers - len(self.shared_layers))
+        unshared = range(self.layers - len(self.shared_layers))
         self.keys_as_values = any(
             f"blk.{layer}.attn_v.weight" not in self._file.tensors
-            for layer in own
+            for layer in unshared
             if not self.windows[layer]
         )
 
@@ -207,15 +207,15 @@ class Metadata:
         key = "attention.head_count_kv"
         if not isinstance(self.get(key), GgufArray):
             return [self.count(key, self.q_heads)] * self.layers
-        found = self.numbers(key)
-        counts = set(found) - ({0} if self.family.delta_inputs else set())
+        heads = self.numbers(key)
+        counts = set(heads) - ({0} if self.family.delta_inputs else set())
         if self.windows:
-            one = len(set(zip(self.windows, found, strict=True))) == len(set(self.windows))
+            one = len(set(zip(self.windows, heads, strict=True))) == len(set(self.windows))
         else:
             one = len(counts) == 1
-        if not one or not all(1 <= each <= self.q_heads for each in counts):
-            raise self._error(f"{key} has {sorted(set(found))}, expected one number of heads")
-        return [int(each) for each in found]
+        if not one or not all(1 <= count <= self.q_heads for count in counts):
+            raise self._error(f"{key} has {sorted(set(heads))}, expected one number of heads")
+        return [int(count) for count in heads]
 
     def _bias(self, field: bool | str, part: str) -> bool:
         if isinstance(field, bool):
@@ -229,13 +229,13 @@ class Metadata:
         known["qwen3next"] = "qwen3_5_moe_text"  # the same layers, once projections are apart
         if self.architecture not in known:
             raise self._error(refusal("architecture", self.architecture, known, self._values))
-        found = known[self.architecture]
+        family = known[self.architecture]
         windows = self.get("attention.sliding_window") is not None
-        if self.get("expert_count", 0) and not FAMILIES[found].experts:
-            if found != "llama":
-                raise self._error(f"experts are not supported in a model of type {found!r}")
+        if self.get("expert_count", 0) and not FAMILIES[family].experts:
+            if family != "llama":
+                raise self._error(f"experts are not supported in a model of type {family!r}")
             return "mixtral"
-        return "olmo3" if found == "olmo2" and windows else found
+        return "olmo3" if family == "olmo2" and windows else family
 
     def get(self, key: str, default: Any = None) -> Any:
         """A value of the architecture."""
@@ -243,12 +243,12 @@ class Metadata:
 
     def count(self, key: str, default: int | None = None) -> int:
         """An integer from 1 to 2^31 - 1."""
-        found = self.get(key, default)
-        if isinstance(found, bool) or not isinstance(found, int) or not 0 < found <= _MAX_NUMBER:
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _MAX_NUMBER:
             raise self._error(
-                f"{self.architecture}.{key} is {found!r}, expected a number from 1 to {_MAX_NUMBER}"
+                f"{self.architecture}.{key} is {value!r}, expected a number from 1 to {_MAX_NUMBER}"
             )
-        return found
+        return value
 
     def is_ahead(self, name: str) -> bool:
         """Whether a tensor is of a block behind the layers."""
@@ -259,24 +259,24 @@ class Metadata:
 
     def numbers(self, key: str) -> list[float]:
         """An array of numbers, one a layer."""
-        found = self.get(key)
-        if not isinstance(found, GgufArray) or not found.scalars or found.count != self.layers:
+        value = self.get(key)
+        if not isinstance(value, GgufArray) or not value.scalars or value.count != self.layers:
             raise self._error(
-                f"{self.architecture}.{key} is {found!r}, expected {self.layers} numbers"
+                f"{self.architecture}.{key} is {value!r}, expected {self.layers} numbers"
             )
-        return list(found.numbers())
+        return list(value.numbers())
 
     def _optional(self, key: str, default: int) -> int:
         return self.count(key) if self.get(key) else default
 
     def real(self, key: str, default: float | None = None) -> float:
         """A finite number above 0."""
-        found = self.get(key, default)
-        if not isinstance(found, float) or not 0 < found < math.inf:
+        value = self.get(key, default)
+        if not isinstance(value, float) or not 0 < value < math.inf:
             raise self._error(
-                f"{self.architecture}.{key} is {found!r}, expected a finite number above 0"
+                f"{self.architecture}.{key} is {value!r}, expected a finite number above 0"
             )
-        return found
+        return value
 
     def _error(self, what: str) -> UnsupportedModelError:
         return UnsupportedModelError(f"{self._file.path}: {what}")
@@ -363,8 +363,8 @@ class GgufModel(ModelSource):
     def read_config(self, weights: torch.dtype | str) -> DecoderConfig:
         floats = {GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16}
         stored = None if self._formats().keys() <= floats else "gguf"
-        found = decoder_config(self.hf_config, self._tokenizer.ends(), weights, stored)
-        return replace(found, norm_offset=0.0)  # the norms of a file contain the offset
+        config = decoder_config(self.hf_config, self._tokenizer.ends(), weights, stored)
+        return replace(config, norm_offset=0.0)  # the norms of a file contain the offset
 
     def tensors(self, dtype: torch.dtype, device: torch.device | str) -> Mapping[str, Weight]:
         return _Tensors(self._file, self._metadata, dtype, device)
@@ -398,12 +398,12 @@ class GgufModel(ModelSource):
 
     @property
     def chat_templates(self) -> Mapping[str, str]:
-        found = {
+        templates = {
             key.removeprefix(_TEMPLATE).removeprefix(".") or "default": value
             for key, value in self._file.metadata.items()
             if isinstance(value, str) and (key == _TEMPLATE or key.startswith(f"{_TEMPLATE}."))
         }
-        return {name: template for name, template in found.items() if template}
+        return {name: template for name, template in templates.items() if template}
 
     @property
     def special_tokens(self) -> Mapping[str, str]:
@@ -437,38 +437,38 @@ class GgufModel(ModelSource):
         if _HEAD in self._file.tensors:
             expected[_HEAD] = expected[EMBEDDING]
         for name, shape in expected.items():
-            found = self._file.tensors.get(name)
-            if found is None:
+            tensor = self._file.tensors.get(name)
+            if tensor is None:
                 raise UnsupportedModelError(
                     f"{self.path} lacks the tensor {name!r}: the file is incomplete"
                 )
-            if found.shape != shape:
+            if tensor.shape != shape:
                 raise UnsupportedModelError(
-                    f"{self.path}: tensor {name!r} has shape {found.shape}, expected {shape} by "
+                    f"{self.path}: tensor {name!r} has shape {tensor.shape}, expected {shape} by "
                     "the metadata"
                 )
-            check_format(self._file, found)
+            check_format(self._file, tensor)
 
     def _rope_parameters(self) -> dict[str, Any]:
         values = self._metadata
         theta = values.real("rope.freq_base", 10000.0)
-        found = {"rope_theta": theta, **self._rope_scaling()}
+        rope = {"rope_theta": theta, **self._rope_scaling()}
         if values.family.partial_rope:
-            found["partial_rotary_factor"] = values.rope_dim / values.head_dim
+            rope["partial_rotary_factor"] = values.rope_dim / values.head_dim
         if not values.family.local_rope:
-            return found
+            return rope
         # Files of Gemma 3 have no base for sliding layers; OLMo 3 has one base for all.
-        own = theta if values.model_type == "olmo3" else 10000.0
-        base = values.real("rope.freq_base_swa", own)
+        default = theta if values.model_type == "olmo3" else 10000.0
+        base = values.real("rope.freq_base_swa", default)
         local = {"rope_type": "default", "rope_theta": base}
-        return {"full_attention": found, "sliding_attention": local}
+        return {"full_attention": rope, "sliding_attention": local}
 
     def _factors(self, name: str, width: int) -> Tensor:
         """Factors on the frequencies of ``width`` rotated dimensions, float32 ``[width / 2]``."""
-        found, shape = self._file.tensors.get(name), (width // 2,)
-        if found is None or found.shape != shape:
+        tensor, shape = self._file.tensors.get(name), (width // 2,)
+        if tensor is None or tensor.shape != shape:
             raise UnsupportedModelError(f"{self.path} lacks the tensor {name!r} of shape {shape}")
-        return plain(decode(self._file, found), torch.float32)
+        return plain(decode(self._file, tensor), torch.float32)
 
     def _rope_scaling(self) -> dict[str, Any]:
         values = self._metadata
@@ -498,17 +498,17 @@ class GgufModel(ModelSource):
             raise UnsupportedModelError(
                 f"{self.path}: rope scaling {kind!r} is not supported, expected linear or yarn"
             )
-        found: dict[str, Any] = {"rope_type": kind, "factor": values.real("rope.scaling.factor")}
+        scaling: dict[str, Any] = {"rope_type": kind, "factor": values.real("rope.scaling.factor")}
         if kind == "yarn":
             context = values.count("rope.scaling.original_context_length")
-            found["original_max_position_embeddings"] = context
+            scaling["original_max_position_embeddings"] = context
             if values.model_type == "gpt_oss":
-                found["truncate"] = False  # as in all models of this type
+                scaling["truncate"] = False  # as in all models of this type
             if values.model_type == "ministral3":
-                found["mscale"] = values.real("rope.scaling.yarn_log_multiplier", 1.0)
-                found["mscale_all_dim"] = found["mscale"]
-                found["llama_4_scaling_beta"] = values.real("attention.temperature_scale")
-        return found
+                scaling["mscale"] = values.real("rope.scaling.yarn_log_multiplier", 1.0)
+                scaling["mscale_all_dim"] = scaling["mscale"]
+                scaling["llama_4_scaling_beta"] = values.real("attention.temperature_scale")
+        return scaling
 
     def _check_rope_factors(self, config: Any) -> None:
         """The file has the factors only, not the rule: they must be those of Llama 3, or 1 for the
@@ -555,22 +555,22 @@ class _Tensors(Tensors[Weight]):
         tensor = self._file.tensors[stored]
         if count:
             tensor = tensor.part(place, count)
-        found = decode(self._file, tensor, small=self._small)  # copies
+        matrix = decode(self._file, tensor, small=self._small)  # copies
         self._file.release()
         part = stored.removeprefix("blk.").partition(".")[2]
         part = part.removesuffix(".weight").removesuffix(".bias")
         if part in self._heads:
-            found = in_order(found, _hf_rows(found.shape[0], self._heads[part]))
+            matrix = in_order(matrix, _hf_rows(matrix.shape[0], self._heads[part]))
         if self._delta is not None and ".linear_attn." in name:
             if part == "ssm_ba":
-                rows = torch.arange(found.shape[0]).view(self._delta.key_heads, 2, -1)
-                found = in_order(found, rows[:, int("in_proj_a" in name)].flatten())
+                rows = torch.arange(matrix.shape[0]).view(self._delta.key_heads, 2, -1)
+                matrix = in_order(matrix, rows[:, int("in_proj_a" in name)].flatten())
             tiled = self._delta.key_dim > 0 and not self._fused
-            found = _grouped(part, found, self._delta, tiled=tiled)
-        if isinstance(found, QuantisedMatrix):
-            return found
-        found = found[None] if part == "ffn_gate_inp_shexp" else found
-        return found.to(self._device, self._dtype)
+            matrix = _grouped(part, matrix, self._delta, tiled=tiled)
+        if isinstance(matrix, QuantisedMatrix):
+            return matrix
+        matrix = matrix[None] if part == "ffn_gate_inp_shexp" else matrix
+        return matrix.to(self._device, self._dtype)
 
 
 def _grouped(part: str, weight: Weight, shape: DeltaShape, *, tiled: bool) -> Weight:

@@ -89,15 +89,15 @@ class GgufArray:
         """Its values. Raises ``ValueError``: they are no strings, or one is not UTF-8."""
         if self.kind != GGUFValueType.STRING:
             raise ValueError(f"{self.key} is an array of {self.kind.name}, expected strings")
-        found, at = [], 0
+        texts, at = [], 0
         for index in range(self.count):
             start = at + 8
             at = start + int.from_bytes(self.data[at:start], "little")
             try:
-                found.append(str(self.data[start:at], "utf-8"))
+                texts.append(str(self.data[start:at], "utf-8"))
             except UnicodeDecodeError as error:
                 raise ValueError(f"{self.key}[{index}] is not UTF-8: {error}") from error
-        return found
+        return texts
 
     @property
     def scalars(self) -> bool:
@@ -108,8 +108,8 @@ class GgufArray:
         """Its values. Raises ``ValueError``: they are no numbers."""
         if not self.scalars:
             raise ValueError(f"{self.key} is an array of {self.kind.name}, expected numbers")
-        found: list[int] | list[float] = np.frombuffer(self.data, _SCALARS[self.kind]).tolist()
-        return found
+        numbers: list[int] | list[float] = np.frombuffer(self.data, _SCALARS[self.kind]).tolist()
+        return numbers
 
 
 @dataclass(frozen=True)
@@ -181,10 +181,10 @@ def _read_part(path: Path) -> GgufFile:
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
         raise reader.damaged(f"general.alignment is {alignment!r}, expected a power of two")
     begin = -(-reader.at // alignment) * alignment
-    found = {entry.name: entry.place(reader, begin) for entry in entries}
-    if len(found) < len(entries):
+    placed = {entry.name: entry.place(reader, begin) for entry in entries}
+    if len(placed) < len(entries):
         raise reader.damaged("two tensors have one name")
-    return GgufFile(path, metadata, found, [memory])
+    return GgufFile(path, metadata, placed, [memory])
 
 
 @dataclass(frozen=True)
@@ -321,13 +321,13 @@ def decode(file: GgufFile, tensor: GgufTensor, *, small: bool = False) -> Tensor
     try:
         with np.errstate(all="ignore"):
             bits = (converted_bits(tensor.kind) if small else 0) or 8
-            found = concatenate([_blocks(rows[i : i + step], tensor.kind, bits) for i in starts])
-        check_finite(found.scale, found.minimum)
+            matrix = concatenate([_blocks(rows[i : i + step], tensor.kind, bits) for i in starts])
+        check_finite(matrix.scale, matrix.minimum)
     except ValueError as error:
         raise UnsupportedModelError(
             f"{file.path}: tensor {tensor.name!r} is damaged: {error}"
         ) from error
-    return found
+    return matrix
 
 
 def converted_bits(kind: GGMLQuantizationType) -> Literal[0, 4, 8]:
@@ -408,8 +408,8 @@ def _split_q4_k(raw: Bytes) -> Parts:
 
 def _split_mxfp4(raw: Bytes) -> Parts:
     exponents = np.ascontiguousarray(raw[:, :1])
-    found = mxfp4(torch.from_numpy(_nibbles(raw[:, 1:])), torch.from_numpy(exponents))
-    return found.values.numpy(), found.scale.numpy(), None
+    matrix = mxfp4(torch.from_numpy(_nibbles(raw[:, 1:])), torch.from_numpy(exponents))
+    return matrix.values.numpy(), matrix.scale.numpy(), None
 
 
 # Formats that are blocks as they are: how to split their bytes, bits, and offset.

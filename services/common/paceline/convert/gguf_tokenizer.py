@@ -178,20 +178,20 @@ class GgufTokenizer:
 
     def token(self, name: str) -> int | None:
         """A token id of the metadata by its key, or None."""
-        found = self._file.metadata.get(_KEY + name)
-        if found is None:
+        token = self._file.metadata.get(_KEY + name)
+        if token is None:
             return None
-        if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found < self._limit:
-            raise self._error(name, f"is {found!r}, expected a token id below {self._limit}")
-        return found
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self._limit:
+            raise self._error(name, f"is {token!r}, expected a token id below {self._limit}")
+        return token
 
     def special_tokens(self) -> dict[str, str]:
         """Texts of the special tokens by their names in transformers; an id of padding and the like
         that is no token has none, since nothing else needs it."""
         if not self.exists:
             return {}
-        own = {"bos_token_id": self.bos, "eos_token_id": self.eos}
-        named = {**self._file.metadata, **{_KEY + key: token for key, token in own.items()}}
+        ends = {"bos_token_id": self.bos, "eos_token_id": self.eos}
+        named = {**self._file.metadata, **{_KEY + key: token for key, token in ends.items()}}
         ids = {
             name: next((named[_KEY + key] for key in keys if _KEY + key in named), None)
             for name, keys in _SPECIAL_TOKENS.items()
@@ -217,28 +217,28 @@ class GgufTokenizer:
     @property
     def bos(self) -> int | None:
         """The token that begins a text, whether the tokenizer adds it or not."""
-        found = self.token("bos_token_id")
-        return 1 if found is None and self._is_spm and self._limit > 1 else found
+        token = self.token("bos_token_id")
+        return 1 if token is None and self._is_spm and self._limit > 1 else token
 
     @property
     def eos(self) -> int | None:
         """The token that ends a text."""
-        found = self.token("eos_token_id")
-        return 2 if found is None and self._is_spm and self._limit > 2 else found
+        token = self.token("eos_token_id")
+        return 2 if token is None and self._is_spm and self._limit > 2 else token
 
     def ends(self) -> tuple[int, ...]:
         """All tokens that end a text or a turn, the tokenizer's own first."""
         named = [self.eos, self.token("eot_token_id"), self.token("eom_token_id")]
-        found = [each for each in named if each is not None]
+        ends = [end for end in named if end is not None]
         if self.exists:
             ids = self._vocabulary.ids
             for key, texts in _FILLS.items():
                 token = self.token(key)
                 by_text = sorted(ids[text] for text in texts if text in ids)
-                found += [token] if token is not None else by_text[:1]
-            found += sorted(ids[text] for text in _ENDS if text in ids)
-            found = [each for each in found if self._vocabulary.tokens[each] not in self._not_ends]
-        return tuple(dict.fromkeys(found))
+                ends += [token] if token is not None else by_text[:1]
+            ends += sorted(ids[text] for text in _ENDS if text in ids)
+            ends = [end for end in ends if self._vocabulary.tokens[end] not in self._not_ends]
+        return tuple(dict.fromkeys(ends))
 
     def tokenizer_json(self) -> str:
         """The content of a tokenizer.json; empty if the file has no tokenizer."""
@@ -260,7 +260,7 @@ class GgufTokenizer:
                 f"is {self.model!r}, which is not supported; expected 'gpt2' (byte-level BPE), "
                 "'llama' (SentencePiece) or 'gemma4' (BPE)",
             )
-        found = {
+        described = {
             "version": "1.0",
             "truncation": None,
             "padding": None,
@@ -268,8 +268,8 @@ class GgufTokenizer:
             **parts,
         }
         if begin_or_end := self._template():
-            found["post_processor"] = begin_or_end
-        text = json.dumps(found, ensure_ascii=False)
+            described["post_processor"] = begin_or_end
+        text = json.dumps(described, ensure_ascii=False)
         try:
             Tokenizer.from_str(text)
         except Exception as error:  # the library raises nothing more specific
@@ -298,7 +298,7 @@ class GgufTokenizer:
             if known.setdefault(token, index) != index:
                 raise self._error("tokens", f"has {token!r} at {known[token]} and at {index}")
         types = self._numbers("token_type", len(tokens)) or [1] * len(tokens)
-        return _Vocabulary(tokens, [int(each) for each in types])
+        return _Vocabulary(tokens, [int(kind) for kind in types])
 
     @cached_property
     def _not_ends(self) -> set[str]:
@@ -306,8 +306,8 @@ class GgufTokenizer:
         known = self._vocabulary.ids.keys()
         harmony = {"<|return|>", "<|call|>"} <= known
         solar = "<|flush|>" in known and not known.isdisjoint(("<|call|>", "<|calls|>"))
-        found = {"<|end|>"} if harmony or solar else set()
-        return found | ({"</s>"} if "<|tool_response>" in known else set())
+        texts = {"<|end|>"} if harmony or solar else set()
+        return texts | ({"</s>"} if "<|tool_response>" in known else set())
 
     def _added(self) -> Iterator[dict[str, Any]]:
         """Tokens that are found in a text before anything else."""
@@ -439,35 +439,35 @@ class GgufTokenizer:
         )
 
     def _flag(self, name: str, default: bool) -> bool:
-        found = self._file.metadata.get(_KEY + name, default)
-        if not isinstance(found, bool):
-            raise self._error(name, f"is {found!r}, expected true or false")
-        return found
+        value = self._file.metadata.get(_KEY + name, default)
+        if not isinstance(value, bool):
+            raise self._error(name, f"is {value!r}, expected true or false")
+        return value
 
     def _array(self, name: str) -> GgufArray | None:
-        found = self._file.metadata.get(_KEY + name)
-        if found is not None and not isinstance(found, GgufArray):
-            raise self._error(name, f"is {found!r}, expected an array")
-        return found
+        value = self._file.metadata.get(_KEY + name)
+        if value is not None and not isinstance(value, GgufArray):
+            raise self._error(name, f"is {value!r}, expected an array")
+        return value
 
     def _strings(self, name: str) -> list[str]:
-        found = self._array(name)
-        if found is None:
+        array = self._array(name)
+        if array is None:
             raise self._error(name, "is missing")
         try:
-            return found.strings()
+            return array.strings()
         except ValueError as error:
             raise UnsupportedModelError(f"{self._file.path}: {error}") from error
 
     def _numbers(self, name: str, count: int) -> Sequence[float]:
         """The values of an array, at least so many; none: there is no such array."""
-        found = self._array(name)
-        if found is None:
+        array = self._array(name)
+        if array is None:
             return ()
-        if found.count < count:
-            raise self._error(name, f"has {found.count} values for {count} tokens")
+        if array.count < count:
+            raise self._error(name, f"has {array.count} values for {count} tokens")
         try:
-            return found.numbers()[:count]
+            return array.numbers()[:count]
         except ValueError as error:
             raise UnsupportedModelError(f"{self._file.path}: {error}") from error
 
@@ -484,9 +484,7 @@ def _added_template(
         return None
 
     def whole(sequence: str, kind: int) -> list[dict[str, Any]]:
-        named = [
-            each and {"SpecialToken": {"id": each[0], "type_id": kind}} for each in (begin, end)
-        ]
+        named = [end and {"SpecialToken": {"id": end[0], "type_id": kind}} for end in (begin, end)]
         parts = [named[0], {"Sequence": {"id": sequence, "type_id": kind}}, named[1]]
         return [part for part in parts if part]
 

@@ -177,24 +177,24 @@ class LoraModel(ModelSource):
         return _Merged(base, self)
 
     def tensor(self, name: str, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-        found = self._base.tensor(name, dtype, device)
-        return self.merge(name, found) if name in self._changes else found
+        weight = self._base.tensor(name, dtype, device)
+        return self.merge(name, weight) if name in self._changes else weight
 
     def merge(self, name: str, weight: Tensor) -> Tensor:
         """The weight of a tensor with what the adapter adds, summed in float32. Raises
         ``UnsupportedModelError`` if shapes of the adapter do not fit."""
         change = self._changes[name]
         if change.base:
-            own = self._file.get_tensor(change.base)
-            if own.shape != weight.shape:
+            given = self._file.get_tensor(change.base)
+            if given.shape != weight.shape:
                 raise self._error(
-                    f"{change.base!r} has shape {tuple(own.shape)}, expected that of {name!r}, "
+                    f"{change.base!r} has shape {tuple(given.shape)}, expected that of {name!r}, "
                     f"{tuple(weight.shape)}: if tokens were added, {_WAY_OUT}"
                 )
-            weight = own.to(weight.device, weight.dtype)
+            weight = given.to(weight.device, weight.dtype)
         if change.pair is None:
             return weight
-        a, b = (self._file.get_tensor(each).float() for each in change.pair)
+        a, b = (self._file.get_tensor(part).float() for part in change.pair)
         if (
             weight.dim() != 2
             or a.shape != (change.rank, weight.shape[1])
@@ -204,8 +204,8 @@ class LoraModel(ModelSource):
                 f"{change.pair[0]!r} has shape {tuple(a.shape)} and lora_B {tuple(b.shape)}, "
                 f"expected rank {change.rank} for {name!r} of shape {tuple(weight.shape)}"
             )
-        found: Tensor = weight.float() + (b @ a).mul_(change.scale).to(weight.device)
-        return found.to(weight.dtype)
+        merged: Tensor = weight.float() + (b @ a).mul_(change.scale).to(weight.device)
+        return merged.to(weight.dtype)
 
     def files(self) -> list[Path]:
         return [*self._base.files(), self._folder / _WEIGHTS]
@@ -222,10 +222,10 @@ class _Merged(Tensors[Weight]):
         self._names, self._model = base, model
 
     def __getitem__(self, name: str) -> Weight:
-        found: Weight = self._names[name]
+        value: Weight = self._names[name]
         if name not in self._model._changes:
-            return found
-        return self._model.merge(name, found if isinstance(found, Tensor) else found.dequantise())
+            return value
+        return self._model.merge(name, value if isinstance(value, Tensor) else value.dequantise())
 
 
 def _by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:

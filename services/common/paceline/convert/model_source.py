@@ -59,15 +59,15 @@ def code_digest() -> str:
 
 def file_facts(path: Path) -> tuple[object, ...]:
     """What tells a file from a changed one without reading it."""
-    found = path.stat()
-    return str(path.resolve()), found.st_size, found.st_mtime_ns, found.st_ino
+    stat = path.stat()
+    return str(path.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ino
 
 
 def _read_config(source: ModelSource, weights: torch.dtype | str) -> Any:
-    found = source.read_config(weights).to_json()
+    config = source.read_config(weights).to_json()
     with suppress(UnsupportedModelError):
         _ = source.tokenizer  # a file's is made by transformers too
-    return found
+    return config
 
 
 class ModelSource(ABC):

@@ -56,8 +56,8 @@ class MtpLayout:
     def stored(self, head: int, layers: int, part: str) -> str:
         """Name of a part of a head, or of its layer, behind a target of so many ``layers``."""
         stem, dot, kind = part.rpartition(".")
-        found = self.parts.get(stem)
-        name = self.block + part if found is None else f"{found}{dot}{kind}"
+        renamed = self.parts.get(stem)
+        name = self.block + part if renamed is None else f"{renamed}{dot}{kind}"
         return name.format(head=head, layer=layers + head)
 
     def head_of(self, name: str, layers: int) -> int | None:
@@ -153,8 +153,8 @@ class MtpHeads:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the tensors of a head, by names without the beginning of :data:`DEEPSEEK`."""
         wide = self.block.hidden
-        own = {f"{name}.weight": (wide,) for name in _NORMS}
-        return {**layer_shapes(self.block), **own, f"{PROJECTION}.weight": (wide, 2 * wide)}
+        norms = {f"{name}.weight": (wide,) for name in _NORMS}
+        return {**layer_shapes(self.block), **norms, f"{PROJECTION}.weight": (wide, 2 * wide)}
 
     def stored_name(self, name: str) -> str:
         """The name in the folder of a tensor that is named as in DeepSeek-V3."""
@@ -173,24 +173,24 @@ class MtpHeads:
         def stored(name: str) -> Tensor:
             return source.tensor(self.stored_name(name), block.dtype, device)
 
-        def own(name: str) -> Tensor | None:
+        def optional(name: str) -> Tensor | None:
             return stored(name) if name in weights else None
 
         def read_head(number: int) -> PackedHead:
             base = f"model.layers.{number}."
             halves = stored(f"{base}{PROJECTION}.weight").chunk(2, dim=1)
             hidden, embedded = halves if layout.hidden_first else reversed(halves)
-            parts = (base + each for each in _NORMS)
+            parts = (base + norm for norm in _NORMS)
             enorm, hnorm, norm = (read_norm(block, weights, part, block.hidden) for part in parts)
             return PackedHead(
                 enorm, hnorm, norm, embedded.contiguous(), hidden.contiguous(),
-                own(f"{base}{HEAD}.weight"), packer.layer(number),
+                optional(f"{base}{HEAD}.weight"), packer.layer(number),
             )  # fmt: skip
 
         final = FINAL_NORM.removesuffix(".weight")
         return PackedHeads(
             [read_head(block.layers + index) for index in range(self.count)],
-            own(f"model.layers.{block.layers}.{EMBEDDING}.weight"),
+            optional(f"model.layers.{block.layers}.{EMBEDDING}.weight"),
             read_norm(block, weights, final, block.hidden) if layout.after_norm else None,
         )
 
@@ -213,8 +213,8 @@ def head_count(described: Mapping[str, Any]) -> int | None:
     """The number of heads that a config.json names; None if it names none."""
     text = described.get("text_config")
     parts = [described, text if isinstance(text, dict) else {}]
-    found = [part[name] for part in parts for name in COUNTS if part.get(name) is not None]
-    return found[0] if found else None
+    counts = [part[name] for part in parts for name in COUNTS if part.get(name) is not None]
+    return counts[0] if counts else None
 
 
 def read_heads(source: ModelSource, weights: str = "auto") -> MtpHeads:
@@ -231,8 +231,8 @@ def read_heads(source: ModelSource, weights: str = "auto") -> MtpHeads:
     names = list(source.tensors(block.dtype, "cpu"))
     described = read_object(source.path / "config.json")
     for layout in LAYOUTS:
-        found = {layout.head_of(name, block.layers) for name in names} - {None}
-        if found:
+        numbers = {layout.head_of(name, block.layers) for name in names} - {None}
+        if numbers:
             break
     else:
         raise UnsupportedModelError(
@@ -241,10 +241,10 @@ def read_heads(source: ModelSource, weights: str = "auto") -> MtpHeads:
             "`paceline train mtp`"
         )
     named = head_count(described)
-    if named is not None and named != len(found):
+    if named is not None and named != len(numbers):
         raise UnsupportedModelError(
             f"config.json of {source.path} names {named!r} MTP heads, but the folder has tensors "
-            f"of {len(found)}"
+            f"of {len(numbers)}"
         )
     if block.logit_cap or block.logit_scale != 1.0:
         raise UnsupportedModelError(
@@ -258,7 +258,7 @@ def read_heads(source: ModelSource, weights: str = "auto") -> MtpHeads:
         if SECTION in described:  # trained beside its target
             window = int(described[SECTION]["shape"]["window"])
     drafted = drafted if drafted != block.vocab_size else 0
-    heads = MtpHeads(source, layout, block, len(found), window, drafted)
+    heads = MtpHeads(source, layout, block, len(numbers), window, drafted)
     _check_tensors(heads, names)
     return heads
 
@@ -275,10 +275,10 @@ def _check_tensors(heads: MtpHeads, names: list[str]) -> None:
             if not optional:
                 raise UnsupportedModelError(f"{source.path} lacks the tensor {name!r}")
             return
-        found = tuple(tensors.mapped(name).shape)
-        if found != shape:
+        stored = tuple(tensors.mapped(name).shape)
+        if stored != shape:
             raise UnsupportedModelError(
-                f"tensor {name!r} of {source.path} has shape {found}, expected {shape} by "
+                f"tensor {name!r} of {source.path} has shape {stored}, expected {shape} by "
                 "config.json"
             )
 
@@ -292,13 +292,13 @@ def _check_tensors(heads: MtpHeads, names: list[str]) -> None:
         known.add(layout.stored(head, layers, "self_attn.rotary_emb.inv_freq"))
     if layout.after_norm:
         check(FINAL_NORM, (block.hidden,))
-    own = {
+    held = {
         name
         for name in names
         if name.startswith(layout.begin)
         and not (layout is DEEPSEEK and layout.head_of(name, layers) is None)  # the target's
     }
-    if unknown := sorted(own - known):
+    if unknown := sorted(held - known):
         raise UnsupportedModelError(
             f"{source.path} holds the tensors {unknown[:5]}, which no MTP head of a model of type "
             f"{block.model_type!r} has"

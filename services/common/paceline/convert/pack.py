@@ -42,9 +42,9 @@ class Packer:
         norm = self._norm("model.norm", config.hidden)
         head = take(self._weights, _EMBEDDING if config.tied else "lm_head.weight", shape)
         parts = {"norm": norm * config.logit_scale, **self._linear("head", "head", head, None)}
-        own = [take(self._weights, name, shape) for (name, _), shape in own_tensors(config)]
-        if own:
-            table, projection, own_norm = own
+        inputs = [take(self._weights, name, shape) for (name, _), shape in own_tensors(config)]
+        if inputs:
+            table, projection, own_norm = inputs
             blocks = isinstance(table, QuantisedMatrix)
             parts["own.embedding"] = Linear(table).weight if blocks else plain(table, config.dtype)
             parts |= self._linear("own.projection", "own.projection", projection, None)
@@ -130,13 +130,13 @@ class Packer:
                 names, outs = names[:projected], outs[:projected]
                 places, share = _places(config, width), (width / dim) ** 0.5
                 norms = {"q_norm": q_norm, "k_norm": k_norm, "v_norm": torch.ones(width)}
-                for name, each in norms.items():
-                    parts[name] = plain(in_order(each, places), torch.float32) * share
+                for name, tensor in norms.items():
+                    parts[name] = plain(in_order(tensor, places), torch.float32) * share
             add("qkv", names, outs, hidden, config.qkv_bias, order)
             add("out", ["self_attn.o_proj"], (hidden,), q, config.o_bias, columns=columns)
-        if own := config.layer_input:
-            add("own.gate", ["per_layer_input_gate"], (own,), hidden, False)
-            add("own.projection", ["per_layer_projection"], (hidden,), own, False)
+        if inputs := config.layer_input:
+            add("own.gate", ["per_layer_input_gate"], (inputs,), hidden, False)
+            add("own.projection", ["per_layer_projection"], (hidden,), inputs, False)
             parts["own.norm"] = self._norm(f"{base}post_per_layer_input_norm", hidden)
         if family.scaled:
             parts["scale"] = plain(take(self._weights, f"{base}layer_scalar", (1,)), torch.float32)
@@ -184,10 +184,10 @@ class Packer:
         convolution = torch.cat(
             [vector(f"{name}.weight", count, 1, shape.taps) for name, count in outs.items()]
         )
-        found: dict[str, Part] = {"delta.convolution": convolution[:, 0].T.contiguous()}
+        parts: dict[str, Part] = {"delta.convolution": convolution[:, 0].T.contiguous()}
         if not norm:
-            return found
-        return found | {
+            return parts
+        return parts | {
             "delta.rates": vector("A_log", shape.value_heads).exp(),
             "delta.bias": vector("dt_bias", shape.value_heads).contiguous(),
             "delta.norm": vector(f"{norm}.weight", shape.value_dim).contiguous(),
@@ -232,8 +232,8 @@ def _padded_rows(config: DecoderConfig, layer: int) -> list[Tensor]:
     place = _places(config, width)
 
     def rows(first: int, heads: int, times: int) -> Tensor:
-        found = (first + torch.arange(heads)[:, None]) * width + place
-        return found.masked_fill(place < 0, -1).repeat_interleave(times, 0).flatten()
+        rows = (first + torch.arange(heads)[:, None]) * width + place
+        return rows.masked_fill(place < 0, -1).repeat_interleave(times, 0).flatten()
 
     keys, values = config.q_heads, config.q_heads + kv_heads * (projected == 3)
     times, queries = config.kv_heads // kv_heads, rows(0, keys, 1)
@@ -254,7 +254,7 @@ def _delta_rows(shape: DeltaShape) -> Tensor:
     first = torch.arange(shape.key_heads * sum(widths)).view(shape.key_heads, -1)
     second = torch.arange(2 * shape.value_heads).view(shape.key_heads, -1) + first.numel()
     (q, k, v, z), (b, a) = first.split(widths, 1), second.split(group, 1)
-    return torch.cat([each.flatten() for each in (q, k, v, b, a, z)])
+    return torch.cat([part.flatten() for part in (q, k, v, b, a, z)])
 
 
 def _check_names(config: DecoderConfig, weights: Mapping[str, Weight]) -> None:

@@ -57,9 +57,9 @@ class ModelFolder(ModelSource):
     def _config(self) -> dict[str, Any]:
         """The content of config.json, its numbers checked."""
         path = self.path / "config.json"
-        found = read_object(path)
-        check_fields(path, found)
-        return found
+        config = read_object(path)
+        check_fields(path, config)
+        return config
 
     @cached_property
     def hf_config(self) -> Any:
@@ -78,11 +78,11 @@ class ModelFolder(ModelSource):
                 known: Any = AutoConfig.for_model(family.reads_as, **_without_type(self._config))
                 known.model_type = model_type
                 return known
-            found = AutoConfig.from_pretrained(
+            config = AutoConfig.from_pretrained(
                 str(self.path), trust_remote_code=False, local_files_only=True
             )
             # Models for texts and images have a configuration of each.
-            return getattr(found, "text_config", None) or found
+            return getattr(config, "text_config", None) or config
         except Exception as error:  # its strict classes raise errors that are no ValueError
             raise UnsupportedModelError(
                 f"cannot read {self.path}/config.json: {one_line(error)}"
@@ -90,8 +90,8 @@ class ModelFolder(ModelSource):
 
     @property
     def architectures(self) -> tuple[str, ...]:
-        found = self._config.get("architectures")
-        return tuple(map(str, found)) if isinstance(found, list) else ()
+        names = self._config.get("architectures")
+        return tuple(map(str, names)) if isinstance(names, list) else ()
 
     def config_facts(self) -> tuple[object, ...]:
         names = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
@@ -101,7 +101,7 @@ class ModelFolder(ModelSource):
 
     def read_config(self, weights: torch.dtype | str) -> DecoderConfig:
         try:
-            found = decoder_config(self.hf_config, (), weights)
+            config = decoder_config(self.hf_config, (), weights)
         except UnsupportedModelError:
             raise
         except Exception as error:  # transformers checks some fields when they are used
@@ -109,24 +109,24 @@ class ModelFolder(ModelSource):
                 f"{self.path}/config.json is invalid: {type(error).__name__}: {one_line(error)}"
             ) from error
         known = self._tokenizer
-        bos = found.bos_token_id if known is None else next(iter(known.added), None)
+        bos = config.bos_token_id if known is None else next(iter(known.added), None)
         if known is not None and bos != known.ids.get(self.special_tokens.get("bos_token", "")):
             bos = None  # what it adds is no BOS
-        if bos is not None and not 0 <= bos < found.vocab_size:
+        if bos is not None and not 0 <= bos < config.vocab_size:
             bos = None  # some files name -1 for none
-        return replace(found, eos_token_ids=self._eos(found.vocab_size), bos_token_id=bos)
+        return replace(config, eos_token_ids=self._eos(config.vocab_size), bos_token_id=bos)
 
     def _eos(self, vocab_size: int) -> tuple[int, ...]:
         """The tokenizer's own, then those of generation_config.json, or else of config.json."""
         path = self.path / "generation_config.json"
-        found = read_object(path).get("eos_token_id")
-        if found is None:
-            path, found = self.path / "config.json", self.hf_config.eos_token_id
-        named = token_ids(path, "eos_token_id", found, vocab_size)
-        own = None
+        value = read_object(path).get("eos_token_id")
+        if value is None:
+            path, value = self.path / "config.json", self.hf_config.eos_token_id
+        named = token_ids(path, "eos_token_id", value, vocab_size)
+        end = None
         if self._tokenizer is not None:
-            own = self._tokenizer.ids.get(self.special_tokens.get("eos_token", ""))
-        first = () if own is None or own >= vocab_size else (own,)
+            end = self._tokenizer.ids.get(self.special_tokens.get("eos_token", ""))
+        first = () if end is None or end >= vocab_size else (end,)
         return tuple(dict.fromkeys((*first, *named)))
 
     def tensor(self, name: str, dtype: torch.dtype, device: torch.device | str) -> Tensor:
@@ -150,21 +150,21 @@ class ModelFolder(ModelSource):
     def tokenizer(self) -> bytes:
         """As transformers builds it of the folder's files. Raises ``UnsupportedModelError`` if one
         is missing or damaged."""
-        found = self._tokenizer
-        if found is None:
+        known = self._tokenizer
+        if known is None:
             return b""
-        return found.content.encode() or self._read("tokenizer.json")
+        return known.content.encode() or self._read("tokenizer.json")
 
     @cached_property
     def chat_templates(self) -> Mapping[str, str]:
         """As transformers finds them: in files of their own, or in tokenizer_config.json. Models
         for texts and images may have one in chat_template.json."""
         further = (self.path / "additional_chat_templates").glob("*.jinja")
-        found = {file.stem: read_text(file) for file in sorted(further)}
-        if own := read_text(self.path / "chat_template.jinja"):
-            found["default"] = own
-        if found:
-            return found
+        templates = {file.stem: read_text(file) for file in sorted(further)}
+        if usual := read_text(self.path / "chat_template.jinja"):
+            templates["default"] = usual
+        if templates:
+            return templates
         for name in ("tokenizer_config.json", "chat_template.json"):
             template = read_object(self.path / name).get("chat_template")
             if isinstance(template, list):  # several named ones
@@ -226,7 +226,7 @@ class Origin:
         """Read a model's tokenizer and one of its matrices."""
         known = json.loads(source.tokenizer or b"{}")
         tokens = dict(known.get("model", {}).get("vocab", {}))
-        tokens |= {each["content"]: each["id"] for each in known.get("added_tokens", ())}
+        tokens |= {token["content"]: token["id"] for token in known.get("added_tokens", ())}
         config = source.config()
         experts, _ = config.feed_forward(config.layers - 1)
         part = "mlp.experts.0.down_proj" if experts else "mlp.down_proj"
@@ -267,11 +267,11 @@ def open_model(path: str | Path | ModelSource, lora: str | Path | None = None) -
         return LoraModel(open_model(path), Path(lora))
     if isinstance(path, ModelSource):
         return path
-    found = Path(path)
-    if found.is_file() or found.suffix == ".gguf":
-        files = (each for each in part_paths(found) if each.is_file())
-        return _gguf_model(found, tuple(map(file_facts, files)))
-    return ModelFolder(found)
+    source = Path(path)
+    if source.is_file() or source.suffix == ".gguf":
+        files = (file for file in part_paths(source) if file.is_file())
+        return _gguf_model(source, tuple(map(file_facts, files)))
+    return ModelFolder(source)
 
 
 @lru_cache(maxsize=4)

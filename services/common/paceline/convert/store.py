@@ -223,7 +223,7 @@ def _pack_in_child(
     path: Path, weights: str, lora: str, file: BinaryIO, progress: Progress
 ) -> tuple[Description, bytes]:
     files = _files(path) + (_files(Path(lora)) if lora else [])
-    size = sum(each.stat().st_size for each in files)
+    size = sum(file.stat().st_size for file in files)
     opened = f"/proc/{os.getpid()}/fd/{file.fileno()}"  # by the child, in memory or on disk
     return run_in_child(
         partial(_pack, path, weights, lora, opened, torch.get_num_threads()),
@@ -261,7 +261,7 @@ def _pack(
 
 def _entry(path: Path, weights: str, lora: str, code: str) -> Path:
     """The folder of a model: its name has a digest of all that the content depends on."""
-    files = [file_facts(file) for each in (path, lora) if each for file in _files(Path(each))]
+    files = [file_facts(file) for source in (path, lora) if source for file in _files(Path(source))]
     facts = (code, LAYOUT, version("transformers"), weights, str(path.resolve()), lora, files)
     key = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
     name = re.sub(r"[^\w.-]", "_", path.resolve().stem)[:64]
@@ -271,15 +271,15 @@ def _entry(path: Path, weights: str, lora: str, code: str) -> Path:
 def _files(path: Path) -> list[Path]:
     """The files of a model or an adapter."""
     if path.is_file():
-        return [each for each in part_paths(path) if each.is_file()]
+        return [part for part in part_paths(path) if part.is_file()]
     folders = (path, path / "additional_chat_templates")
-    files = [each for folder in folders if folder.is_dir() for each in folder.iterdir()]
-    return sorted(each for each in files if each.suffix in _SUFFIXES and each.is_file())
+    files = [file for folder in folders if folder.is_dir() for file in folder.iterdir()]
+    return sorted(file for file in files if file.suffix in _SUFFIXES and file.is_file())
 
 
 def _entries() -> list[Path]:
     folder = cache_folder("packed")
-    return [each for each in folder.iterdir() if each.is_dir()] if folder.is_dir() else []
+    return [entry for entry in folder.iterdir() if entry.is_dir()] if folder.is_dir() else []
 
 
 @cache

@@ -87,23 +87,23 @@ class WeightsOf(Tensors[Weight]):
         self._weights, self._dtype, self._device = config.weights, config.dtype, device
 
     def __getitem__(self, name: str) -> Weight:
-        found: Weight = self._names[name]
+        weight: Weight = self._names[name]
         bits = 0 if name.endswith(_KEPT) else _BITS.get(self._weights, 0)
-        if len(found.shape) != 2:
-            return found.to(self._device) if isinstance(found, Tensor) else found
+        if len(weight.shape) != 2:
+            return weight.to(self._device) if isinstance(weight, Tensor) else weight
         if is_rotated(self._weights, self._device):
             bits = 0
         if bits == 8:
-            return found if isinstance(found, Tensor) else found.dequantise()
+            return weight if isinstance(weight, Tensor) else weight.dequantise()
         if bits == 4 and (name in VOCABULARY or name.endswith(_DECAYS)):
             bits = 8
-        if bits and not (isinstance(found, QuantisedMatrix) and found.bits <= bits):
-            found = quantise_tensor(name, plain(found, torch.float32), bits)
+        if bits and not (isinstance(weight, QuantisedMatrix) and weight.bits <= bits):
+            weight = quantise_tensor(name, plain(weight, torch.float32), bits)
         plain_format = self._weights in FLOATS
         quantised = not plain_format and device_of(self._device).packs
-        if isinstance(found, QuantisedMatrix) and quantised:
-            return found
-        return plain(found, self._dtype).to(self._device)
+        if isinstance(weight, QuantisedMatrix) and quantised:
+            return weight
+        return plain(weight, self._dtype).to(self._device)
 
 
 def plain(weight: Weight, dtype: torch.dtype) -> Tensor:
@@ -195,7 +195,7 @@ def weight_files(folder: str | Path) -> list[Path]:
     base = Path(folder)
     if (base / _INDEX).exists():
         named = read_object(base / _INDEX, _MAX_INDEX).get("weight_map")
-        if not isinstance(named, dict) or not all(isinstance(each, str) for each in named.values()):
+        if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
             raise UnsupportedModelError(
                 f"{base / _INDEX}: weight_map is no object with names of files"
             )
@@ -266,19 +266,19 @@ class Checkpoint(Tensors[Tensor]):
         file, stored = self._names[name]
         parts = [part for part in (SCALE, MINIMUM) if (file, stored + part) in self._parts]
         try:
-            found: Tensor = file.get_tensor(stored)
+            values: Tensor = file.get_tensor(stored)
             beside = {part: file.get_tensor(stored + part) for part in parts}
         except Exception as error:  # of the library: a type that it does not have, for example
             raise UnsupportedModelError(
                 f"cannot read the tensor {stored!r} of {self._folder}: {one_line(error)}"
             ) from error
-        return _values(name, found, beside) if beside else found
+        return _values(name, values, beside) if beside else values
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, from the file's header."""
         file, stored = self._names[name]
-        found = tuple(file.get_slice(stored).get_shape())
-        return (*found[:-1], 2 * found[-1]) if found and self._bits(name) == 4 else found
+        shape = tuple(file.get_slice(stored).get_shape())
+        return (*shape[:-1], 2 * shape[-1]) if shape and self._bits(name) == 4 else shape
 
     @property
     def bits(self) -> int:
@@ -310,9 +310,9 @@ def _values(name: str, values: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
         valid = valid and part.shape[1] * QUANT_BLOCK == values.shape[1] * halves
         valid = valid and len(part) == len(values) and bool(part.isfinite().all())
     if not valid:
-        each = {"values": values, **{part[1:]: tensor for part, tensor in parts.items()}}
-        found = ", ".join(f"{n} {t.dtype} {tuple(t.shape)}" for n, t in each.items())
-        raise UnsupportedModelError(f"tensor {name!r} has {found}; expected {expected}")
+        tensors = {"values": values, **{part[1:]: tensor for part, tensor in parts.items()}}
+        given = ", ".join(f"{n} {t.dtype} {tuple(t.shape)}" for n, t in tensors.items())
+        raise UnsupportedModelError(f"tensor {name!r} has {given}; expected {expected}")
     if halves == 2:
         packed = values.view(len(values), -1, QUANT_BLOCK // 2)
         values = torch.cat([packed & 15, packed >> 4], dim=-1)
@@ -326,12 +326,12 @@ def take(weights: Mapping[str, W], name: str, shape: tuple[int, ...]) -> W:
     """Take one tensor. Raises ``UnsupportedModelError`` if it is missing, or of another shape."""
     if name not in weights:
         raise UnsupportedModelError(f"the checkpoint lacks tensor {name!r}")
-    found = weights[name]
-    if tuple(found.shape) != shape:
+    weight = weights[name]
+    if tuple(weight.shape) != shape:
         raise UnsupportedModelError(
-            f"tensor {name!r} has shape {tuple(found.shape)}, expected {shape} by the config"
+            f"tensor {name!r} has shape {tuple(weight.shape)}, expected {shape} by the config"
         )
-    return found
+    return weight
 
 
 def fingerprint_files(head: bytes, files: Iterable[Path]) -> str:

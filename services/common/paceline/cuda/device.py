@@ -71,10 +71,10 @@ class CudaDevice(Device):
 
     def receive(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         copies = [
-            torch.empty(each.shape, dtype=each.dtype, pin_memory=True).copy_(
-                each, non_blocking=True
+            torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(
+                tensor, non_blocking=True
             )
-            for each in tensors
+            for tensor in tensors
         ]
         self.wait()
         return copies
@@ -113,9 +113,9 @@ class CudaDevice(Device):
         deadline = clock() + _FREE_SECONDS
         while True:
             free, total = torch.cuda.mem_get_info(self.torch)
-            own = torch.cuda.memory_reserved(self.torch)
-            wanted, most = int(share * total - own), int(0.9 * free)
-            others = total - free - own
+            reserved = torch.cuda.memory_reserved(self.torch)
+            wanted, most = int(share * total - reserved), int(0.9 * free)
+            others = total - free - reserved
             if most >= wanted or others < _CONTEXTS * total:
                 return max(0, min(wanted, most))
             if clock() >= deadline:

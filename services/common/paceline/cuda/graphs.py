@@ -192,9 +192,9 @@ class GraphRunner:
         """
         rows = next((shape for shape in self.shapes if shape >= len(tokens)), None)
         tilings = self._tilings()
-        if rows is None or (probed and any(each.group > each.rows for each in tilings)):
+        if rows is None or (probed and any(tiling.group > tiling.rows for tiling in tilings)):
             return None
-        again = any(each.again for each in probed)
+        again = any(block.again for block in probed)
         tapped = self._wider(rows, tilings, tuple(taps), tuple(probed_layers), again)
         graph = self._graph(rows, tilings, tapped, tuple(probed_layers), again=again)
         if graph is None:
@@ -204,8 +204,8 @@ class GraphRunner:
             return None
         result = run()
         count = len(tokens)
-        found = dict(zip(tapped, result.taps, strict=True))
-        return ForwardResult(result.logits[:count], tuple(found[layer][:count] for layer in taps))
+        outputs = dict(zip(tapped, result.taps, strict=True))
+        return ForwardResult(result.logits[:count], tuple(outputs[layer][:count] for layer in taps))
 
     def prepare(
         self, blocks: Sequence[QueryBlock], table_rows: Sequence[int], taps: Sequence[int] = ()
@@ -227,8 +227,8 @@ class GraphRunner:
         probed: tuple[int, ...], again: bool,
     ) -> tuple[int, ...]:  # fmt: skip
         """The taps of a graph that returns at least these: one that is captured, if there is."""
-        sets = [each for each in self._tapped if taps and set(taps) <= set(each)]
-        made = [each for each in sets if (rows, tilings, each, probed, again) in self._graphs]
+        sets = [layers for layers in self._tapped if taps and set(taps) <= set(layers)]
+        made = [layers for layers in sets if (rows, tilings, layers, probed, again) in self._graphs]
         return next(iter([*made, *sets]), taps)
 
     def compile(

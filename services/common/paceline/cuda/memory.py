@@ -88,8 +88,8 @@ class CudaDriver:
 
     def uuid(self, device: int) -> bytes:
         """Return the 16 bytes that identify a device; ordinals differ between processes."""
-        found = (ctypes.c_ubyte * UUID_BYTES)()
-        return bytes(self._read(found, "cuDeviceGetUuid_v2", self._handle(device)))
+        uuid = (ctypes.c_ubyte * UUID_BYTES)()
+        return bytes(self._read(uuid, "cuDeviceGetUuid_v2", self._handle(device)))
 
     def create(self, device: int, byte_size: int) -> tuple[Allocation, int]:
         """Return new memory and its file descriptor, which the caller closes."""
@@ -135,10 +135,10 @@ class CudaDriver:
 
     def export(self, device: int, allocation: Allocation) -> bytes:
         """Return the handle of CUDA IPC, 64 bytes, by which other processes may open memory."""
-        found = (ctypes.c_ubyte * HANDLE_BYTES)()
+        handle = (ctypes.c_ubyte * HANDLE_BYTES)()
         with self._context(device):
             return bytes(
-                self._read(found, "cuIpcGetMemHandle", ctypes.c_uint64(allocation.address))
+                self._read(handle, "cuIpcGetMemHandle", ctypes.c_uint64(allocation.address))
             )
 
     def open(self, reader: int, handle: bytes) -> Allocation:
@@ -312,14 +312,14 @@ def _dl_capsule(device_type: int, device: int, address: int, byte_size: int) -> 
     """
     libc = ctypes.CDLL(None)
     libc.malloc.restype = ctypes.c_void_p
-    own = libc.malloc(ctypes.c_size_t(ctypes.sizeof(_DlTensor)))
-    shape = own + _DlTensor.size.offset
+    managed = libc.malloc(ctypes.c_size_t(ctypes.sizeof(_DlTensor)))
+    shape = managed + _DlTensor.size.offset
     free = ctypes.cast(libc.free, ctypes.c_void_p).value  # called when the tensor is gone
     described = _DlTensor(
         address, device_type, device, 1, _DL_UINT, 8, 1, shape, None, 0, None, free, byte_size
     )
-    ctypes.memmove(own, ctypes.byref(described), ctypes.sizeof(_DlTensor))
-    return _new_capsule(own, _DL_CAPSULE, None)
+    ctypes.memmove(managed, ctypes.byref(described), ctypes.sizeof(_DlTensor))
+    return _new_capsule(managed, _DL_CAPSULE, None)
 
 
 @lru_cache(maxsize=1)

@@ -46,8 +46,8 @@ def use_library_without_splits(*, fixed: bool) -> None:
 def fix_decoder(decoder: Decoder) -> FixedProducts:
     """Fix the products of a decoder; returns which rules they have."""
     matrices = decoder.matrices()
-    layers = [each for each in matrices if isinstance(each, Linear)]
-    experts = [each for each in matrices if isinstance(each, Experts)]
+    layers = [matrix for matrix in matrices if isinstance(matrix, Linear)]
+    experts = [matrix for matrix in matrices if isinstance(matrix, Experts)]
     decoder.products = fix_products(layers, experts)
     return decoder.products
 
@@ -70,16 +70,16 @@ def fix_products(layers: Iterable[Linear], experts: Iterable[Experts] = ()) -> F
         name = f"{first.out_features}x{first.in_features}"
         for rows in (FIXED_ROWS, SLICES):
             first.fixed_rows = rows
-            if first.exact or not (found := _rows_that_differ(first)):
+            if first.exact or not (why := _rows_that_differ(first)):
                 break
         else:
-            differs.append(f"a linear layer of {first.in_features} to {first.out_features} {found}")
-        for each in alike:
-            each.fixed_rows = first.fixed_rows
+            differs.append(f"a linear layer of {first.in_features} to {first.out_features} {why}")
+        for other in alike:
+            other.fixed_rows = first.fixed_rows
         rule = f"{rows[0]} to {rows[-1]} rows" if len(rows) > 1 else f"{rows[0]} rows"
         rules[name] = "integers" if first.exact else rule
         digest.update(_bytes_of(first(_inputs(first, SLICES[0]))))
-    for routed in {each.experts[0].shape_key: each for each in experts}.values():
+    for routed in {group.experts[0].shape_key: group for group in experts}.values():
         x = _inputs(routed.experts[0], _DIGEST_ROWS)
         chosen = torch.arange(_DIGEST_ROWS, device=x.device) % len(routed.experts)
         digest.update(_bytes_of(routed(x, chosen.sort().values)))
@@ -121,9 +121,9 @@ def _rows_that_differ(layer: Linear) -> str:
 def describe_device(device: torch.device) -> str:
     """What the bits of a GPU's products depend on besides their rules: capability, number of
     multiprocessors, and versions of libraries."""
-    found = torch.cuda.get_device_properties(device)
+    gpu = torch.cuda.get_device_properties(device)
     parts = [
-        f"sm_{found.major}{found.minor}", f"{found.multi_processor_count} multiprocessors",
+        f"sm_{gpu.major}{gpu.minor}", f"{gpu.multi_processor_count} multiprocessors",
         f"torch {torch.__version__}", f"CUDA {torch.version.cuda}", f"cuBLAS {_cublas_version()}",
     ]  # fmt: skip
     with suppress(PackageNotFoundError):

@@ -81,13 +81,13 @@ def check_served(forward: ServedForward, vocab_size: int, window: int = 0) -> Ba
             expected = plain[start - _FIRST :][:_PATH]
             yield f"a tree across position {border}", in_tree(start), expected
         for count in (9, *FIXED_SHAPES):
-            own = min(count, _LAST - _FIRST)
-            beside = count - own
+            compared = min(count, _LAST - _FIRST)
+            beside = count - compared
             starts = range(0, beside, MAX_TREE_NODES)
             blocks = [chain(at, min(at + MAX_TREE_NODES, beside), 1) for at in starts]
-            tokens = other[:beside] + text[_FIRST : _FIRST + own]
-            rows = forward(tokens, [*blocks, chain(_FIRST, _FIRST + own)])[beside:]
-            yield f"a step of {count} rows", rows, plain[:own]
+            tokens = other[:beside] + text[_FIRST : _FIRST + compared]
+            rows = forward(tokens, [*blocks, chain(_FIRST, _FIRST + compared)])[beside:]
+            yield f"a step of {count} rows", rows, plain[:compared]
         forward(text[:100], [chain(0, 100, 1)], prompt=True)
         rows = forward(text[100:_FIRST], [chain(100, _FIRST, 1)], prompt=True)
         yield "a prompt in two parts", rows, prompt[100:]
@@ -117,9 +117,9 @@ def check_served(forward: ServedForward, vocab_size: int, window: int = 0) -> Ba
 def _comb(tokens: Sequence[int], vocab_size: int) -> tuple[list[int], tuple[int, ...], list[int]]:
     """A tree whose path has these tokens, with a wrong node before each but the first; its tokens,
     parents, and the nodes of the path."""
-    found, parents, path = [tokens[0]], [-1], [0]
+    drafted, parents, path = [tokens[0]], [-1], [0]
     for token in tokens[1:]:
-        found += [(token + 5) % vocab_size, token]
+        drafted += [(token + 5) % vocab_size, token]
         parents += [path[-1], path[-1]]
-        path.append(len(found) - 1)
-    return found, tuple(parents), path
+        path.append(len(drafted) - 1)
+    return drafted, tuple(parents), path

@@ -143,7 +143,7 @@ class Decoder:
         call = Pass(tokens, plan, caches, table, logit_rows, taps)
         if observer is not None:
             layers = range(self.config.kv_layers)
-            probes = {layer: found for layer in layers if (found := observer.probes(layer))}
+            probes = {layer: recorded for layer in layers if (recorded := observer.probes(layer))}
             rows = {layer: wanted for layer in layers if (wanted := observer.rows(layer))}
             call = replace(call, probes=probes, queries=rows)
         done = self._executor.run(call)
@@ -165,10 +165,10 @@ class Decoder:
         """One linear layer of every shape, in the order of layers, and the LM head."""
         shapes: dict[tuple[int, int], Linear] = {}
         for layer in self._layers:
-            for _, each in linears_of(layer):
-                shapes.setdefault((each.in_features, each.out_features), each)
-        own = [] if self._own_inputs is None else [self._own_inputs[1]]
-        return [*shapes.values(), *own, self._head]
+            for _, linear in linears_of(layer):
+                shapes.setdefault((linear.in_features, linear.out_features), linear)
+        inputs = [] if self._own_inputs is None else [self._own_inputs[1]]
+        return [*shapes.values(), *inputs, self._head]
 
     def with_layers(self, indices: Sequence[int]) -> Self:
         """A decoder over some of the layers, with the same weights; its caches have as many."""

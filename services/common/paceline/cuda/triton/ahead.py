@@ -38,10 +38,10 @@ class Kernel(KernelInterface[Any]):  # type: ignore[misc]  # Triton has no types
         submitted = _submitted.get()
         if submitted is None:
             return self.function.run(*args, grid=grid, warmup=warmup, **options)
-        found = self.function.run(*args, grid=grid, warmup=True, **options)
-        if isinstance(found, FutureKernel):  # else it was compiled before
-            submitted[found] = self.function
-        return found
+        compiled = self.function.run(*args, grid=grid, warmup=True, **options)
+        if isinstance(compiled, FutureKernel):  # else it was compiled before
+            submitted[compiled] = self.function
+        return compiled
 
 
 def compile_ahead(
@@ -65,9 +65,9 @@ def compile_ahead(
     ):
         token = _submitted.set(submitted)
         try:
-            for each in passes:
+            for run in passes:
                 try:
-                    each()
+                    run()
                 except Exception:  # of operations, the device: the pass itself raises it again
                     _log.warning("the kernels of a pass are compiled when it runs", exc_info=True)
         finally:

@@ -107,9 +107,9 @@ def places(
 ) -> tuple[tuple[int, ...], ...]:
     """Origin, head stride and slot stride of each sequence's keys and values by turns."""
     return tuple(
-        (_distance(each, base), *each.stride()[:2])
+        (_distance(tensor, base), *tensor.stride()[:2])
         for pair in zip(keys, values, strict=True)
-        for each, base in zip(pair, bases, strict=True)
+        for tensor, base in zip(pair, bases, strict=True)
     )
 
 
@@ -119,15 +119,15 @@ def aligned(where: Sequence[tuple[int, ...]]) -> bool:
 
 
 def _contiguous(keys: Sequence[Tensor], values: Sequence[Tensor], plan: TreePlan) -> Caches:
-    _check_dtypes({each.dtype for each in (*keys, *values)})
+    _check_dtypes({tensor.dtype for tensor in (*keys, *values)})
     tables = PlanTables.of(plan)
-    found = tables.captured_places(keys[0])
-    if found is None:
+    cached = tables.captured_places(keys[0])
+    if cached is None:
         where = places(keys, values, (keys[0], values[0]))
-        found = tables.places_of(where, keys[0], wide=aligned(where))
+        cached = tables.places_of(where, keys[0], wide=aligned(where))
     return Caches(
         keys[0], values[0], keys[0].shape[0], keys[0].shape[2], 0, (0,) * 6,
-        found.tables.view(1, 4), _ALIGN if found.wide else 1, found.origins,
+        cached.tables.view(1, 4), _ALIGN if cached.wide else 1, cached.origins,
         tuple(range(len(keys))),
     )  # fmt: skip
 
@@ -332,7 +332,7 @@ def perturbed(
     if vocab > 1 << ID_BITS.value:
         raise ValueError(f"{vocab} tokens, expected at most {1 << ID_BITS.value}")
     record = send(torch.from_numpy(sampling_record(params, positions)), logits.device)
-    filtered = any(each.top_k or each.top_p < 1 or each.min_p for each in params)
+    filtered = any(rule.top_k or rule.top_p < 1 or rule.min_p for rule in params)
     return perturbed_by(logits, record, ids, filtered=filtered)
 
 
@@ -413,10 +413,10 @@ def accept_drafts(
 def sampling_record(params: Sequence[SamplingRules], positions: Sequence[int]) -> NDArray[np.int64]:
     """Numbers of each row, int64 ``[R, 6]``: seed, position, top_k, and as float64 temperature,
     log min_p and top_p."""
-    seeds = np.array([each.seed for each in params], np.uint64).view(np.int64)
-    integers = np.stack([seeds, np.array(positions), np.array([each.top_k for each in params])], 1)
+    seeds = np.array([rule.seed for rule in params], np.uint64).view(np.int64)
+    integers = np.stack([seeds, np.array(positions), np.array([rule.top_k for rule in params])], 1)
     floats = [
-        (each.temperature, math.log(each.min_p) if each.min_p else -math.inf, each.top_p)
-        for each in params
+        (rule.temperature, math.log(rule.min_p) if rule.min_p else -math.inf, rule.top_p)
+        for rule in params
     ]
     return np.concatenate([integers, np.array(floats).view(np.int64)], 1)

@@ -66,12 +66,12 @@ class FlashAttention2(TritonKernels):
         caches, batch = Caches.of(call.keys, call.values, call.plan), self._batch
         if batch is None or batch.plan is not call.plan or batch.sequences != caches.sequences:
             batch = self._batch = _Batch(call.plan, caches)  # once for all layers
-        found, lse = self._run(
+        out, lse = self._run(
             call.q.to(caches.keys.dtype)[batch.rows], caches.keys.transpose(1, 2),
             caches.values.transpose(1, 2), cache_seqlens=batch.lengths, block_table=batch.tables,
             softmax_scale=call.scale, causal=True, return_softmax_lse=True,
         )  # fmt: skip
-        call.out.copy_(found[batch.places])
+        call.out.copy_(out[batch.places])
         if call.lse is not None:
             call.lse.copy_(lse.transpose(1, 2)[batch.places])
 

@@ -71,13 +71,13 @@ def row_arrays(blocks: Sequence[QueryBlock], sequences: Sequence[int]) -> tuple[
         return _equal_rows(count, first.depths), table
     # Plain lists: a step has many blocks of few rows, and each call of numpy takes microseconds.
     rows: list[tuple[int, int, int]] = []
-    found: list[tuple[int, int, int, int]] = []
+    block_rows: list[tuple[int, int, int, int]] = []
     offset = 0
     for index, block in enumerate(blocks):
         rows += [(index, node, depth) for node, depth in enumerate(block.depths)]
-        found.append((offset, block.start, block.length, sequences[block.sequence]))
+        block_rows.append((offset, block.start, block.length, sequences[block.sequence]))
         offset += block.length
-    return np.array(rows, np.int32), np.array(found, np.int32)
+    return np.array(rows, np.int32), np.array(block_rows, np.int32)
 
 
 @lru_cache(64)
@@ -108,16 +108,16 @@ def path_words(ancestors: Tensor, starts: Tensor) -> Tensor:
 
 def to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
     """All arrays in one copy, each with its type and shape, at multiples of 16 bytes."""
-    sizes = [-(-each.nbytes // 16) * 16 for each in arrays]
+    sizes = [-(-array.nbytes // 16) * 16 for array in arrays]
     flat = np.zeros(sum(sizes), np.uint8)
     begin = 0
-    for each, size in zip(arrays, sizes, strict=True):
-        flat[begin : begin + each.nbytes] = np.ascontiguousarray(each).view(np.uint8).ravel()
+    for array, size in zip(arrays, sizes, strict=True):
+        flat[begin : begin + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).ravel()
         begin += size
     parts = send(torch.from_numpy(flat), device).split(sizes)
     return [
-        part[: each.nbytes].view(getattr(torch, each.dtype.name)).view(each.shape)
-        for part, each in zip(parts, arrays, strict=True)
+        part[: array.nbytes].view(getattr(torch, array.dtype.name)).view(array.shape)
+        for part, array in zip(parts, arrays, strict=True)
     ]
 
 
@@ -302,18 +302,18 @@ class TableShape:
     @property
     def tables(self) -> list[Shape]:
         """Types and shapes of its tables."""
-        found: list[Shape] = [
+        shapes: list[Shape] = [
             (torch.int64, (self.rows,)),
             (torch.int32, (self.rows, 3)),
             (torch.int32, (self.blocks, 4)),
         ]
         for room in map(self.room, self.tilings):
-            found += [
+            shapes += [
                 (torch.int32, (1, 4)), (torch.int32, (room.items,)),
                 (torch.int32, (room.tiles, TILE_FIELDS.value)), (torch.int32, (self.rows, 4)),
                 (torch.uint8, (room.steps,)),
             ]  # fmt: skip
-        return found
+        return shapes
 
 
 class PassTables:
@@ -466,13 +466,13 @@ class GraphPlan:
         if self._probes is not None:
             self._probes.clear()
             offsets = [0, *accumulate(block.length for block in blocks)]
-            for each in probed:
-                layers, nodes, heads, _ = each.out.stride()
-                first = (each.out.data_ptr() - self._base.data_ptr()) // 4
-                for index, node in enumerate(each.nodes):
+            for recorded in probed:
+                layers, nodes, heads, _ = recorded.out.stride()
+                first = (recorded.out.data_ptr() - self._base.data_ptr()) // 4
+                for index, node in enumerate(recorded.nodes):
                     self._probes.add(
-                        each.block, node, offsets[each.block] + node, first + index * nodes,
-                        (heads, layers), each.weights,
+                        recorded.block, node, offsets[recorded.block] + node, first + index * nodes,
+                        (heads, layers), recorded.weights,
                     )  # fmt: skip
         self._staging.send()
         return True

@@ -320,8 +320,8 @@ def _chunks_of(positions: NDArray[np.int64]) -> NDArray[np.int64]:
     if positions.max() < MIDDLE[0]:
         return near
     middle = (np.minimum(positions, FAR[0]) - MIDDLE[0]).clip(0) // MIDDLE[1]
-    found: NDArray[np.int64] = near + middle + (positions - FAR[0]).clip(0) // FAR[1]
-    return found
+    chunks: NDArray[np.int64] = near + middle + (positions - FAR[0]).clip(0) // FAR[1]
+    return chunks
 
 
 def _with_items(
@@ -404,8 +404,8 @@ def little_shared_memory(device: torch.device) -> bool:
     """Whether a multiprocessor has 100 KiB of it, as on sm_86, sm_89 and sm_120, or less."""
     if device.type != "cuda":
         return False
-    found = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
-    return bool(found < 128 << 10)
+    shared_memory = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+    return bool(shared_memory < 128 << 10)
 
 
 def tilings_for(group: int, keys: Tensor, windows: Sequence[int | None]) -> tuple[Tiling, ...]:

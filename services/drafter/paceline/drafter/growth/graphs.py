@@ -131,7 +131,7 @@ class GraphGrowth(LevelGrowth):
         passes = [partial(draft, SEQUENCES[-1], FED[-1], noise) for noise in NOISES]
         if self._model.bits:
             sizes = product(SEQUENCES, FED)
-            passes += [partial(draft, *each, NOISES[0]) for each in sizes]
+            passes += [partial(draft, *size, NOISES[0]) for size in sizes]
         with torch.inference_mode():
             self._capturing.compile(passes)
         for noise in NOISES:
@@ -162,17 +162,17 @@ class GraphGrowth(LevelGrowth):
         graph = self.graph(sequences, fed, noise)
         if graph is None or not graph.fill(draft, params, lengths, last):
             return None
-        found = self._results[: len(rankers)]
-        found.copy_(graph.run()[: len(rankers)], non_blocking=True)
+        results = self._results[: len(rankers)]
+        results.copy_(graph.run()[: len(rankers)], non_blocking=True)
         device_of(self._settings.device).wait()
-        return found
+        return results
 
     def _fits(self, draft: HostDraft, sequences: int, fed: int) -> bool:
-        for each, shape in zip(draft.passes, self._passes[fed], strict=True):
-            equal = isinstance(each.blocks, EqualBlocks)
-            blocks = each.blocks[:1] if equal else each.blocks
+        for host_pass, shape in zip(draft.passes, self._passes[fed], strict=True):
+            equal = isinstance(host_pass.blocks, EqualBlocks)
+            blocks = host_pass.blocks[:1] if equal else host_pass.blocks
             widest = max((block.length for block in blocks), default=0)
-            if widest > shape.rows or len(each.positions) > sequences * shape.rows:
+            if widest > shape.rows or len(host_pass.positions) > sequences * shape.rows:
                 return False
         return True
 
@@ -258,18 +258,18 @@ class _Graph(Passes):
         self._kv_records = numbers(sequences * bool(pages), RECORD)
         self._kv_pages = numbers(sequences, pages, dtype=torch.int32)
         self._states = [
-            numbers(sequences * each.rows * bool(each.inputs), each.taps) for each in self._shapes
+            numbers(sequences * size.rows * bool(size.inputs), size.taps) for size in self._shapes
         ]
         self._given = [
-            (numbers(sequences * each.rows * each.tokens), numbers(sequences * each.logit_rows))
-            for each in self._shapes
+            (numbers(sequences * size.rows * size.tokens), numbers(sequences * size.logit_rows))
+            for size in self._shapes
         ]
         # A tree is no deeper than the rows of its passes.
-        longest = settings.max_position + max(each.rows for each in self._shapes)
+        longest = settings.max_position + max(size.rows for size in self._shapes)
         tables = []
-        for each in self._shapes:
-            rows, blocks = sequences * each.rows, sequences * each.blocks
-            for windows in (each.windows, each.contexts):
+        for size in self._shapes:
+            rows, blocks = sequences * size.rows, sequences * size.blocks
+            for windows in (size.windows, size.contexts):
                 tilings = self._tilings(windows)
                 wanted = TableShape.of(rows, blocks, tilings, longest, bases[0])
                 tables.append((add(*wanted.tables), wanted))
@@ -279,8 +279,8 @@ class _Graph(Passes):
         with torch.inference_mode(False):
             self._zeros = torch.zeros(4, dtype=torch.int32, device=device)
             self._inputs = [
-                torch.zeros(sequences * each.rows, each.inputs, dtype=dtype, device=device)
-                for each in self._shapes
+                torch.zeros(sequences * size.rows, size.inputs, dtype=dtype, device=device)
+                for size in self._shapes
             ]
         self.clear()
 
@@ -308,17 +308,17 @@ class _Graph(Passes):
         _fill(host[self._last], np.array(last, np.int64)[:, None])
         self._fill_records(params, lengths)
         numbers = range(self._sequences)
-        for index, each in enumerate(draft.passes):
+        for index, entry in enumerate(draft.passes):
             tokens, rows = self._given[index]
-            _fill(host[tokens], each.tokens)
-            _fill(host[rows], each.logit_rows)
-            own, context = self._tables[index]
-            attended = context_blocks(each, draft.contexts) if self._shapes[index].contexts else []
-            if not own.fill(each.blocks, numbers, each.positions):
+            _fill(host[tokens], entry.tokens)
+            _fill(host[rows], entry.logit_rows)
+            texts, context = self._tables[index]
+            attended = context_blocks(entry, draft.contexts) if self._shapes[index].contexts else []
+            if not texts.fill(entry.blocks, numbers, entry.positions):
                 return False
             if not context.fill(attended, numbers):
                 return False
-            self._fill_states(index, each.inputs)
+            self._fill_states(index, entry.inputs)
         self._staging.send()
         return True
 
@@ -442,7 +442,7 @@ class _Graph(Passes):
         )  # fmt: skip
 
     def plan(self, index: int, trees: LevelTrees | None = None) -> TreePlan:
-        own, context = (
+        texts, context = (
             {
                 base.data_ptr(): Places(self._staging.device[table], self._zeros, wide=True)
                 for base, table in zip(bases, tables, strict=True)
@@ -450,7 +450,7 @@ class _Graph(Passes):
             for bases, tables in zip(self._bases, self._places, strict=True)
         )
         of_texts, of_contexts = self._tables[index]
-        plan = of_texts.plan(None if trees is None else trees.ancestors, own)
+        plan = of_texts.plan(None if trees is None else trees.ancestors, texts)
         plan.contexts = of_contexts.plan(places=context)
         return plan
 

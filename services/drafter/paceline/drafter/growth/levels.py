@@ -75,11 +75,11 @@ class TreeShape:
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Nodes of each level; fewer than wanted where there are not as many candidates."""
-        found, before = [], 1
+        sizes, before = [], 1
         for width in self.widths:
             before = min(width, before * min(width, self.count))
-            found.append(before)
-        return tuple(found)
+            sizes.append(before)
+        return tuple(sizes)
 
     @cached_property
     def stops(self) -> tuple[int, ...]:
@@ -113,7 +113,7 @@ class HostDraft:
 def text_pass(parts: Sequence[PassPart], inputs: StateRows | None = None) -> HostPass:
     """Return the pass over the parts of several generations, with hidden states of its rows."""
     return HostPass(
-        [each for part in parts for each in part.blocks],
+        [block for part in parts for block in part.blocks],
         [position for part in parts for position in part.positions],
         [token for part in parts for token in part.tokens],
         [stop - 1 for stop in accumulate(len(part.tokens) for part in parts)],
@@ -124,12 +124,12 @@ def text_pass(parts: Sequence[PassPart], inputs: StateRows | None = None) -> Hos
 def level_passes(starts: Sequence[int], lengths: Sequence[int], shape: TreeShape) -> list[HostPass]:
     """Return the passes for all levels but the first, over all nodes so far: the first node of a
     sequence has this cache slot and this position."""
-    found, first = [], np.array(starts, np.int64)
+    passes, first = [], np.array(starts, np.int64)
     for level in range(1, len(shape.sizes)):
         block = LevelBlock(0, starts[0], None, shape.stops[level], levels=shape.sizes[:level])
         positions = np.add.outer(lengths, block.depths).ravel()
-        found.append(HostPass(EqualBlocks(block, first), positions))
-    return found
+        passes.append(HostPass(EqualBlocks(block, first), positions))
+    return passes
 
 
 @dataclass(frozen=True)
@@ -164,8 +164,8 @@ class Passes:
     def plan(self, index: int, trees: LevelTrees | None = None) -> TreePlan | None:
         """Return the plan of a pass, over the nodes of ``trees`` so far if they are given; None if
         it has no rows."""
-        each, ancestors = self._passes[index], None
-        blocks, positions = each.blocks, each.positions
+        host_pass, ancestors = self._passes[index], None
+        blocks, positions = host_pass.blocks, host_pass.positions
         if not blocks:
             return None
         if trees is not None and device_of(self._device).packs:
@@ -279,7 +279,7 @@ class LevelTrees:
         self, candidates: tuple[Tensor, Tensor], first: int, log_confidences: Tensor | None
     ) -> None:
         trees, parents = len(self._last), len(candidates[0]) // len(self._last)
-        ids, logs = (each.view(trees, parents, -1) for each in candidates)
+        ids, logs = (part.view(trees, parents, -1) for part in candidates)
         logs = logs.double()
         if log_confidences is not None:
             change = log_confidences - logs[..., 0]
@@ -288,7 +288,7 @@ class LevelTrees:
         logs = logs.clamp(max=0.0)
         scores = (self._above[..., None] + logs).flatten(1)
         best, order = scores.sort(dim=1, descending=True, stable=True)
-        best, order = (each[:, : self._shape.sizes[self.level]] for each in (best, order))
+        best, order = (part[:, : self._shape.sizes[self.level]] for part in (best, order))
         size, of = best.shape[1], order // ids.shape[2]
         self.level += 1
         new = slice(first, first + size)
@@ -339,7 +339,7 @@ def read_trees(
     )
     parents = np.where(parents < 0, -1, np.take_along_axis(places, parents.clip(0), 1))
     chances = np.exp(np.take_along_axis(nodes[..., 3], order, 1))
-    columns = [each.tolist() for each in (tokens, parents, chances)]
+    columns = [column.tolist() for column in (tokens, parents, chances)]
     return [
         TokenTree(*(tuple(part[:count]) for part in parts))
         for *parts, count in zip(*columns, proposals, counts.tolist(), strict=True)
@@ -371,11 +371,11 @@ class LevelGrowth(Growth):
         batches: dict[object, list[tuple[GrownSequence, Budget]]] = {}
         for sequence, limits in rounds:
             batches.setdefault(sequence.ranker.kind, []).append((sequence, limits))
-        found: dict[GrownSequence, TokenTree] = {}
+        trees: dict[GrownSequence, TokenTree] = {}
         for batch in batches.values():
             with torch.inference_mode():
-                found.update(zip((each for each, _ in batch), self._grow(batch), strict=True))
-        return [found[sequence] for sequence, _ in rounds]
+                trees.update(zip((text for text, _ in batch), self._grow(batch), strict=True))
+        return [trees[sequence] for sequence, _ in rounds]
 
     def _grow(self, batch: Sequence[tuple[GrownSequence, Budget]]) -> list[TokenTree]:
         """Grow trees whose candidates are ranked together."""
@@ -383,11 +383,11 @@ class LevelGrowth(Growth):
         rankers = [sequence.ranker for sequence in sequences]
         count, penalised, rejection = rankers[0].kind
         replays = self.replays and not (penalised or rejection)
-        depth = max(each.depth for each in limits)
+        depth = max(budget.depth for budget in limits)
         levels = self._settings.max_depth if replays else depth
         shape = TreeShape.of(self._settings.options, levels, count, rejection=rejection)
         lengths = [sequence.length for sequence in sequences]
-        last = [min(each.nodes, shape.stops[-1]) - 1 for each in limits]
+        last = [min(budget.nodes, shape.stops[-1]) - 1 for budget in limits]
         draft = self._model.draft_passes(sequences, shape)
         nodes = self.replay(draft, rankers, lengths, last) if replays else None
         proposals: list[list[Proposal]] = [[] for _ in batch]

@@ -168,7 +168,7 @@ def rank(tree: TokenTree, max_depth: int) -> tuple[TokenTree, tuple[int, ...]]:
         return tree, ()
     confidences = tree.acceptance_probabilities
     if not tree.confidences or max(confidences) > _MAX_CONFIDENCE:
-        confidences = tuple(min(each, _MAX_CONFIDENCE) for each in confidences)
+        confidences = tuple(min(confidence, _MAX_CONFIDENCE) for confidence in confidences)
         tree = TokenTree(tree.tokens, tree.parents, confidences, tree.proposals, tree.sources)
     if tree.is_chain:  # survival falls along it
         tree = tree.first(max_depth)
@@ -259,10 +259,10 @@ class Link:
 
 def _remove(parts: Any, number: int) -> bool:
     """Remove the parts of a message that are of a sequence; returns whether there were any."""
-    found = [index for index, part in enumerate(parts) if part.sequence == number]
-    for index in reversed(found):
+    indices = [index for index, part in enumerate(parts) if part.sequence == number]
+    for index in reversed(indices):
         del parts[index]
-    return bool(found)
+    return bool(indices)
 
 
 @dataclass(slots=True, eq=False)
@@ -298,13 +298,13 @@ def eligible(
     lists = list(links)
     name, _, version = drafter.partition("@")
     if not drafter:
-        lists = [each for each in lists if each.default_drafter][:1]
+        lists = [listed for listed in lists if listed.default_drafter][:1]
         name = lists[0].default_drafter if lists else ""
     return [
-        each
+        info
         for listed in lists
-        for each in listed.drafters
-        if each.name == name and (each.version == version if version else each.traffic_share > 0)
+        for info in listed.drafters
+        if info.name == name and (info.version == version if version else info.traffic_share > 0)
     ]
 
 
@@ -313,7 +313,7 @@ def hidden_states(
 ) -> tuple[tuple[int, ...], int]:
     """Hidden states that a drafter reads, over all its versions that are :func:`eligible`: layers,
     counted from 0 and rising, and the number of newest positions; 0: all."""
-    reading = [each for each in eligible(links, drafter) if each.hidden_state_layers]
-    windows = [each.hidden_state_window for each in reading]
-    layers = {layer for each in reading for layer in each.hidden_state_layers}
+    reading = [info for info in eligible(links, drafter) if info.hidden_state_layers]
+    windows = [info.hidden_state_window for info in reading]
+    layers = {layer for info in reading for layer in info.hidden_state_layers}
     return tuple(sorted(layers)), max(windows) if windows and all(windows) else 0

@@ -53,7 +53,7 @@ class LocalSources:
         if self._places is not None and guide is not None:
             guesses.grammar, guesses.guide = self._places.start(guide, owner, text.stop_ids), guide
         sources = guesses.text, guesses.recycled, guesses.grammar
-        return guesses if any(each is not None for each in sources) else None
+        return guesses if any(source is not None for source in sources) else None
 
 
 class LocalGuesses:
@@ -125,8 +125,8 @@ def by_noise(sampling: SamplingRules) -> Rank | None:
     def rank(position: int, tokens: Sequence[int], chances: Sequence[float]) -> list[int]:
         noise = gumbel_noise_at(sampling.seed, position, torch.tensor(tokens)).tolist()
         scores = [
-            (math.log(chance) if chance > 0 else -math.inf) / sampling.temperature + own
-            for chance, own in zip(chances, noise, strict=True)
+            (math.log(chance) if chance > 0 else -math.inf) / sampling.temperature + gumbel
+            for chance, gumbel in zip(chances, noise, strict=True)
         ]
         return sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
 

@@ -71,8 +71,8 @@ def _record(
     """Record the sum over a group of the scores of one row: fixed order, no atomics. A tile holds
     whole groups."""
     if recorded >= 0:
-        mine = node == recorded
-        total = tl.sum(tl.where(mine[:, None], scores, 0.0), 0) * 0.6931471805599453
+        is_recorded = node == recorded
+        total = tl.sum(tl.where(is_recorded[:, None], scores, 0.0), 0) * 0.6931471805599453
         place = tl.load(probe + 1) + tl.load(probe + 2) * head + tl.load(probe + 3) * layer
         tl.store(probed + place + columns, total, mask=columns < end)
 
@@ -193,11 +193,11 @@ def attend_items(
         first_row = tl.load(blocks + block * 4)
         start = tl.load(blocks + block * 4 + 1)
         sequence = tl.load(blocks + block * 4 + 3)
-        mine = places + first_row * 4
+        block_places = places + first_row * 4
         lanes = tl.arange(0, BLOCK_M)
         live = lanes < count
         packed = head_row + lanes
-        node = tl.load(mine + packed // GROUP * 4, mask=live, other=-1)
+        node = tl.load(block_places + packed // GROUP * 4, mask=live, other=-1)
         row = first_row + tl.where(live, node, 0)
         position = start + tl.load(rows + row * 3 + 2)
         dims = tl.arange(0, WIDE)
@@ -212,9 +212,9 @@ def attend_items(
         recorded = -1
         second = -1
         if PROBES >= 1:
-            recorded = _recorded_here(probe, mine, head_row // GROUP, count // GROUP)
+            recorded = _recorded_here(probe, block_places, head_row // GROUP, count // GROUP)
             if PROBES == 2:
-                second = _recorded_here(probe + 4, mine, head_row // GROUP, count // GROUP)
+                second = _recorded_here(probe + 4, block_places, head_row // GROUP, count // GROUP)
         list_begin = tl.load(tile + 10)
         listed = list_begin >= 0
         path = steps + tl.maximum(list_begin, 0)
@@ -296,10 +296,10 @@ def record_items(
             end = begin
         lead = tl.load(tile + 1) // GROUP
         count = tl.load(tile + 2) // GROUP
-        mine = places + (first_row + lead) * 4
+        tile_places = places + (first_row + lead) * 4
         lanes = tl.arange(0, NODES * HEADS)
         live = (lanes % HEADS < GROUP) & (lanes // HEADS < count)
-        row = first_row + tl.load(mine + lanes // HEADS * 4, mask=live, other=0)
+        row = first_row + tl.load(tile_places + lanes // HEADS * 4, mask=live, other=0)
         dims = tl.arange(0, WIDE)
         query = (row * kv_heads + head).to(tl.int64) * GROUP + lanes % HEADS
         q_tile = tl.load(
@@ -310,7 +310,7 @@ def record_items(
         total = tl.load(lse + query, mask=live, other=0.0) * 1.4426950408889634
         position = start + tl.load(rows + row * 3 + 2)
         nodes = tl.arange(0, NODES)
-        node = tl.load(mine + nodes * 4, mask=nodes < count, other=0)
+        node = tl.load(tile_places + nodes * 4, mask=nodes < count, other=0)
         place = tl.load(noted + first_row + node, mask=nodes < count, other=NONE)
         ours = (nodes < count) & (place != NONE)
         place += tl.load(kind + 1) * head + tl.load(kind + 2) * layer
@@ -331,9 +331,9 @@ def record_items(
             if WINDOW > 0:
                 seen = slots[None, :] > position[:, None] - WINDOW
                 scores = tl.where(seen, scores, float("-inf"))
-            found = tl.where(weights, tl.exp2(scores - total[:, None]), scores * 0.6931471805599453)
-            found = tl.where(live[:, None], found, 0.0)
-            sums = tl.sum(tl.reshape(found, [NODES, HEADS, BLOCK_N]), 1)
+            value = tl.where(weights, tl.exp2(scores - total[:, None]), scores * 0.6931471805599453)
+            value = tl.where(live[:, None], value, 0.0)
+            sums = tl.sum(tl.reshape(value, [NODES, HEADS, BLOCK_N]), 1)
             tl.store(
                 probed + place[:, None] + slots[None, :],
                 sums,

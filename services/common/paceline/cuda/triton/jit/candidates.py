@@ -60,10 +60,10 @@ def best_of_chunks(
     order = tl.where(at < vocab, (_key(score) >> ID_BITS).to(tl.int32), LOWEST)
     for index in range(width):
         best = tl.max(order, 0)
-        found = tl.min(tl.where(order == best, at, LAST_ID), 0)
-        whole = (best.to(tl.int64) << ID_BITS) | (LAST_ID - found)
+        best_at = tl.min(tl.where(order == best, at, LAST_ID), 0)
+        whole = (best.to(tl.int64) << ID_BITS) | (LAST_ID - best_at)
         tl.store(bests + place * width + index, tl.where(best == LOWEST, NONE, whole))
-        order = tl.where(at == found, LOWEST, order)
+        order = tl.where(at == best_at, LOWEST, order)
 
 
 @Kernel
@@ -138,7 +138,7 @@ def grow_level(
     score = tl.load(above + tree * parent_count + parent, mask=valid, other=float("-inf")) + log
     free = valid
     new, old = tl.arange(0, ROOM), tl.arange(0, BEFORE)
-    found = tl.full([ROOM], float("-inf"), tl.float64)
+    kept = tl.full([ROOM], float("-inf"), tl.float64)
     origin = tl.full([ROOM], 0, tl.int32)
     row = tree * nodes + first
     for index in range(size):
@@ -147,17 +147,17 @@ def grow_level(
         free = free & (at != place)
         tl.store(tokens + row + index, tl.load(ids + begin + place))
         tl.store(scores + row + index, best)
-        own = tl.sum(tl.where(at == place, log, 0.0), 0)
-        tl.store(scores + trees.to(tl.int64) * nodes + row + index, own)
-        found = tl.where(new == index, best, found)
+        node_log = tl.sum(tl.where(at == place, log, 0.0), 0)
+        tl.store(scores + trees.to(tl.int64) * nodes + row + index, node_log)
+        kept = tl.where(new == index, best, kept)
         origin = tl.where(new == index, place, origin)
     # A node that fits the budget has at most ``last`` nodes with its score or a higher one.
-    rank = tl.sum((found[None, :] >= found[:, None]).to(tl.int32) * (new < size)[None, :], 1)
+    rank = tl.sum((kept[None, :] >= kept[:, None]).to(tl.int32) * (new < size)[None, :], 1)
     other = tl.load(scores + tree * nodes + old, mask=old < first, other=float("-inf"))
-    higher = (other[None, :] >= found[:, None]) & (old < first)[None, :]
+    higher = (other[None, :] >= kept[:, None]) & (old < first)[None, :]
     rank += tl.sum(higher.to(tl.int32), 1)
-    expanded = (found >= tl.full([ROOM], MIN_SCORE, tl.float64)) & (rank <= tl.load(last + tree))
-    tl.store(chosen + tree * size + new, tl.where(expanded, found, float("-inf")), mask=new < size)
+    expanded = (kept >= tl.full([ROOM], MIN_SCORE, tl.float64)) & (rank <= tl.load(last + tree))
+    tl.store(chosen + tree * size + new, tl.where(expanded, kept, float("-inf")), mask=new < size)
     of = first - parent_count + (origin.to(tl.uint32) // width.to(tl.uint32)).to(tl.int32)
     tl.store(parents + row + new, of.to(tl.int64), mask=(new < size) & (first > 0))
     if PATHS:

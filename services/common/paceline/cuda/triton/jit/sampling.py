@@ -221,12 +221,12 @@ def find_border(
         if mass < 1.0:
             needed = tl.ceil(mass * total.to(tl.float64)).to(tl.int64)
             needed = tl.maximum(tl.minimum(needed, total), 1)
-            found = _search(
+            nucleus = _search(
                 logits, candidates, vocab, temperature, highest, border, needed, chunks * BESTS,
                 False, True, BLOCK,
             )  # fmt: skip
-            if (found >= complete) | (border >= complete):
-                border = tl.maximum(border, found)
+            if (nucleus >= complete) | (border >= complete):
+                border = tl.maximum(border, nucleus)
             else:
                 tl.store(pending, needed)
                 tl.store(pending + 1, border)
@@ -268,8 +268,8 @@ def _span(pending, spans, chunks, CHUNKS: tl.constexpr, SPANS: tl.constexpr):
     chunk, number = tl.arange(0, CHUNKS), tl.arange(0, SPANS)
     at = chunk[:, None] * SPANS + number[None, :]
     over = tl.sum(tl.load(spans + at, mask=(chunk < chunks)[:, None], other=0), 0)
-    mine = tl.sum((over >= tl.load(pending)).to(tl.int32), 0)
-    return mine, tl.sum(tl.where(number == mine, over, 0), 0)
+    span = tl.sum((over >= tl.load(pending)).to(tl.int32), 0)
+    return span, tl.sum(tl.where(number == span, over, 0), 0)
 
 
 @Kernel
@@ -288,8 +288,8 @@ def collect_span(
     if tl.load(pending) > 0:
         temperature = tl.load(floats + row * 6 + 3).to(tl.float32)
         spans += row * chunks * SPANS
-        mine, _above = _span(pending, spans, chunks, CHUNKS, SPANS)
-        low, high = tl.load(pending + 2 + mine), tl.load(pending + 3 + mine)
+        span, _above = _span(pending, spans, chunks, CHUNKS, SPANS)
+        low, high = tl.load(pending + 2 + span), tl.load(pending + 3 + span)
         key = _keys(logits + row * stride, _ids_of(chunk, chunks, CHUNK), vocab, temperature)
         low = tl.maximum(low, tl.load(pending + 1))
         kept = ((key >= low) & (key < high)).to(tl.int32)
@@ -310,16 +310,16 @@ def finish_border(
     if needed > 0:
         _k, _p, temperature, highest, _b = _filter(integers, floats, best, row, chunks, CHUNKS)
         spans += row * chunks * SPANS
-        _mine, above = _span(pending, spans, chunks, CHUNKS, SPANS)
+        _number, above = _span(pending, spans, chunks, CHUNKS, SPANS)
         count = tl.load(filled + row)
         border = tl.load(pending + 1)
         whole = (count > ROOM).to(tl.int32)
-        found = _search(
+        nucleus = _search(
             logits + row * stride, near + row * ROOM, vocab, temperature, highest, border,
             tl.where(whole > 0, needed, needed - above), tl.where(whole > 0, vocab, count), whole,
             True, BLOCK,
         )  # fmt: skip
-        tl.store(borders + row, tl.maximum(border, found))
+        tl.store(borders + row, tl.maximum(border, nucleus))
 
 
 @triton.jit
@@ -405,8 +405,8 @@ def sum_chances(scores, drafts, highest, sums, vocab, BLOCK: tl.constexpr):
     draft, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(drafts + draft * 5)
     at = chunk * BLOCK + tl.arange(0, BLOCK)
-    found = _chances(scores + row * vocab, at, vocab, tl.load(highest + row).to(tl.float64))
-    tl.store(sums + draft * tl.num_programs(1) + chunk, tl.sum(found, 0))
+    chances = _chances(scores + row * vocab, at, vocab, tl.load(highest + row).to(tl.float64))
+    tl.store(sums + draft * tl.num_programs(1) + chunk, tl.sum(chances, 0))
 
 
 @Kernel
@@ -422,14 +422,14 @@ def sum_residuals(
     draft, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     chunks = tl.num_programs(1)
     row = tl.load(drafts + draft * 5)
-    each = tl.arange(0, CHUNKS)
-    total = tl.sum(tl.load(sums + draft * chunks + each, mask=each < chunks, other=0.0), 0)
+    numbers = tl.arange(0, CHUNKS)
+    total = tl.sum(tl.load(sums + draft * chunks + numbers, mask=numbers < chunks, other=0.0), 0)
     at = chunk * BLOCK + tl.arange(0, BLOCK)
-    found = _residuals(
+    residuals = _residuals(
         scores + row * vocab, q + draft * vocab, at, vocab,
         tl.load(highest + row).to(tl.float64), total, tl.load(floats + draft * 5 + 4),
     )  # fmt: skip
-    tl.store(rests + draft * chunks + chunk, tl.sum(found, 0))
+    tl.store(rests + draft * chunks + chunk, tl.sum(residuals, 0))
 
 
 @Kernel
