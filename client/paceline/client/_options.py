@@ -50,9 +50,8 @@ def checked_prompt(prompt: object) -> str | list[int]:
     InvalidRequestError if it is of another type, or empty."""
     expected = "a non-empty text or token ids"
     with invalid_requests():
-        value: str | list[int]
         if exactly(prompt, str) is not None:
-            value = checked("prompt", prompt, str, expected)
+            value: str | list[int] = checked("prompt", prompt, str, expected)
         else:
             value = token_ids("prompt", prompt, expected)
         if not value:
@@ -272,9 +271,9 @@ def takes_all(
     return lambda method: _with_parameters(method, 1, of)
 
 
-def _with_parameters(method: Any, own: int, options: Callable[..., Any]) -> Any:
-    """Give the method a signature: its first `own` parameters, then one for each option."""
-    kept = list(signature(method).parameters.values())[:own]
+def _with_parameters(method: Any, leading: int, options: Callable[..., Any]) -> Any:
+    """Give the method a signature: its first `leading` parameters, then one for each option."""
+    kept = list(signature(method).parameters.values())[:leading]
     parameters = [*kept, *signature(options).parameters.values()]
     names = [parameter.name for parameter in parameters]
 

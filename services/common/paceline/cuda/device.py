@@ -129,17 +129,18 @@ class CudaDevice(Device):
         )  # fmt: skip
         return most
 
-    def warn_of_little_room(self, kv_bytes: int, longest: int, max_context: int) -> None:
+    def warn_of_little_room(self, kv_bytes: int, max_tokens: int, max_context: int) -> None:
         weights = torch.cuda.memory_reserved(self.torch)
         _, total = torch.cuda.mem_get_info(self.torch)
         rest = total - weights - kv_bytes
-        if longest < max_context or rest < _REST:
+        if max_tokens < max_context or rest < _REST:
             _log.warning(
                 "of the %.1f GB of %s weights take %.1f and KV %.1f, for texts of %d tokens at "
                 "most (of the model: %d), which leaves %.1f for CUDA graphs and drafters: "
                 "--gpu-memory and --kv-bytes change KV's share, --weights int8 takes less for "
                 "weights",
-                total / 1e9, self, weights / 1e9, kv_bytes / 1e9, longest, max_context, rest / 1e9,
+                total / 1e9, self, weights / 1e9, kv_bytes / 1e9, max_tokens, max_context,
+                rest / 1e9,
             )  # fmt: skip
 
     def check_numerics(self, numerics: str) -> None:

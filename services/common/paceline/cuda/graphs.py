@@ -293,8 +293,8 @@ class GraphRunner:
 
     def _plan(self, rows: int, tilings: tuple[Tiling, ...], **recorded: bool) -> GraphPlan:
         """The tables of a graph."""
-        longest = self._decoder.config.max_position - 1
-        return GraphPlan(rows, self._keys, tilings, longest, **recorded)
+        max_position = self._decoder.config.max_position - 1
+        return GraphPlan(rows, self._keys, tilings, max_position, **recorded)
 
     def capture(self, plan: GraphPlan, taps: Sequence[int], layers: Sequence[int]) -> Pass:
         """Capture a pass over an empty batch: rows of padding write nothing."""

@@ -14,7 +14,7 @@ from paceline.kernels import MAX_TREE_NODES, QueryBlock
 
 # Length that a text must be able to have for :func:`check_served`. Unit: tokens.
 SERVED_TOKENS = 512
-LONGEST_WINDOW = 1024  # longest sliding window that :func:`check_served` passes. Unit: tokens.
+_MAX_WINDOW = 1024  # longest sliding window that :func:`check_served` passes. Unit: tokens.
 
 # Positions that are decoded, and where trees begin: their paths cross 192 and 256.
 _FIRST, _LAST, _BORDERS = 180, 268, (188, 250)
@@ -32,10 +32,10 @@ class ServedForward(Protocol):
         as a step that is mostly prompts."""
 
 
-def window_to_pass(windows: Iterable[int | None], longest: int) -> int:
-    """The longest window that :func:`check_served` can pass in a text of ``longest`` tokens; 0:
+def window_to_pass(windows: Iterable[int | None], max_tokens: int) -> int:
+    """The longest window that :func:`check_served` can pass in a text of ``max_tokens`` tokens; 0:
     there is none. ``windows``: of each layer, or None."""
-    return max((w for w in windows if w and w <= min(LONGEST_WINDOW, longest - _TREE)), default=0)
+    return max((w for w in windows if w and w <= min(_MAX_WINDOW, max_tokens - _TREE)), default=0)
 
 
 def served_slots(window: int) -> tuple[int, int]:

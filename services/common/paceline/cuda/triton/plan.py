@@ -283,21 +283,21 @@ class TableShape:
 
     rows: int  # packed rows
     tilings: Sequence[Tiling]  # tiling of each kind of layer; see `tilings_for`
-    longest: int  # largest possible position
+    max_position: int  # largest possible position
     blocks: int  # query blocks
     row_bytes: int  # see `part_row_bytes`
 
     @classmethod
     def of(
-        cls, rows: int, blocks: int, tilings: Sequence[Tiling], longest: int, keys: Tensor
+        cls, rows: int, blocks: int, tilings: Sequence[Tiling], max_position: int, keys: Tensor
     ) -> TableShape:
         """The shape for some keys, ``[..., kv heads, slots, D]``."""
         row_bytes = part_row_bytes(keys.shape[-3], keys.shape[-1])
-        return cls(rows, tilings, longest, blocks, row_bytes)
+        return cls(rows, tilings, max_position, blocks, row_bytes)
 
     def room(self, tiling: Tiling) -> Room:
         """Room for the work of a kind of layer."""
-        return Room.for_rows(self.rows, self.blocks, tiling, self.longest, self.row_bytes)
+        return Room.for_rows(self.rows, self.blocks, tiling, self.max_position, self.row_bytes)
 
     @property
     def tables(self) -> list[Shape]:
@@ -346,8 +346,9 @@ class PassTables:
         if ancestors is not None:
             words = path_words(ancestors, rows.blocks[: len(ancestors), 1])
             rows = RowTables(rows.rows, rows.blocks, words)
+        shape, positions = self._shape, self.positions
         return TreePlan(
-            (), (0, self._shape.rows), self.positions, self._shape.longest, self.positions.device,
+            (), (0, shape.rows), positions, shape.max_position, positions.device,
             triton=FixedTables(rows, self._work, places or {}, probes),
         )  # fmt: skip
 
@@ -393,7 +394,7 @@ class GraphPlan:
         rows: int,
         keys: Tensor,
         tilings: Sequence[Tiling],
-        longest: int,
+        max_position: int,
         *,
         probes: bool = False,
         weights: bool = False,
@@ -405,12 +406,12 @@ class GraphPlan:
             keys: Key pool ``[pages, Hkv, page_size, D]``, for its device.
             tilings: Tiling of each kind of layer; see
                 :func:`~paceline.cuda.triton.tiles.tilings_for`.
-            longest: Largest possible position.
+            max_position: Largest possible position.
             probes: Whether layers record scores.
             weights: Whether they record weights, or scores of more rows than attention records.
         """
         self.rows = rows  # packed rows, padding included
-        shape = TableShape.of(rows, rows, tilings, longest, keys)
+        shape = TableShape.of(rows, rows, tilings, max_position, keys)
         shapes = [(torch.int64, (rows,)), *shape.tables]
         if probes:
             shapes += [

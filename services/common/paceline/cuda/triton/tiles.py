@@ -131,12 +131,12 @@ class Room(NamedTuple):
 
     @classmethod
     def for_rows(
-        cls, rows: int, blocks: int, tiling: Tiling, longest: int, part_row_bytes: int
+        cls, rows: int, blocks: int, tiling: Tiling, max_position: int, part_row_bytes: int
     ) -> Room:
         """Room for any batch of at most ``rows`` rows and ``blocks`` blocks with positions up to
-        ``longest``, up to ``MAX_ITEMS`` work items and ``PART_BYTES`` of partial results, each of
-        all kv heads and ``part_row_bytes``."""
-        chunks = chunk_of(longest) + 1
+        ``max_position``, up to ``MAX_ITEMS`` work items and ``PART_BYTES`` of partial results, each
+        of all kv heads and ``part_row_bytes``."""
+        chunks = chunk_of(max_position) + 1
         slices = -(-tiling.group // tiling.used)
         dense = min(rows * slices, blocks + rows * tiling.group // tiling.used)
         tails = rows * slices  # each has a node at least

@@ -265,13 +265,13 @@ class _Graph(Passes):
             for size in self._shapes
         ]
         # A tree is no deeper than the rows of its passes.
-        longest = settings.max_position + max(size.rows for size in self._shapes)
+        max_position = settings.max_position + max(size.rows for size in self._shapes)
         tables = []
         for size in self._shapes:
             rows, blocks = sequences * size.rows, sequences * size.blocks
             for windows in (size.windows, size.contexts):
                 tilings = self._tilings(windows)
-                wanted = TableShape.of(rows, blocks, tilings, longest, bases[0])
+                wanted = TableShape.of(rows, blocks, tilings, max_position, bases[0])
                 tables.append((add(*wanted.tables), wanted))
         self._staging = Staging(shapes, device)
         placed = [PassTables(self._staging, at.start, wanted) for at, wanted in tables]
@@ -465,15 +465,15 @@ class _Graph(Passes):
         return self._model.states(states) if self._shapes[index].inputs else None
 
 
-def context_blocks(each: HostPass, contexts: Sequence[Context]) -> Sequence[QueryBlock]:
+def context_blocks(host_pass: HostPass, contexts: Sequence[Context]) -> Sequence[QueryBlock]:
     """Return the blocks of a pass as rows that attend to the whole contexts."""
     last = [context.length - 1 for context in contexts]
-    if isinstance(each.blocks, EqualBlocks):
-        first = ContextBlock(0, last[0], None, each.blocks.first.length)
+    if isinstance(host_pass.blocks, EqualBlocks):
+        first = ContextBlock(0, last[0], None, host_pass.blocks.first.length)
         return EqualBlocks(first, np.array(last, np.int64))
     return [
         ContextBlock(block.sequence, last[block.sequence], None, block.length)
-        for block in each.blocks
+        for block in host_pass.blocks
     ]
 
 
