@@ -25,7 +25,7 @@ from paceline.verifier.kv.pool import PagePool
 from paceline.verifier.kv.segment import SegmentMemory
 from paceline.verifier.model import ModelInfo, read_model_info
 from paceline.verifier.options import VerifierOptions
-from paceline.verifier.rpc.messages import read_tree
+from paceline.verifier.rpc.exchange import read_tree
 from paceline.verifier.scheduler.scheduler import Scheduler, load_scheduler
 from paceline.verifier.store import KvMemory
 

@@ -28,7 +28,7 @@ from paceline.verifier.engine.report import (
     TracedRounds,
 )
 from paceline.verifier.metrics import RoundMetrics
-from paceline.verifier.rpc.messages import read_tree
+from paceline.verifier.rpc.exchange import read_tree
 from paceline.verifier.scheduler.costs import OUTLIER, flat_table, rising_table
 from paceline.verifier.scheduler.scheduler import Scheduler
 from paceline.verifier.telemetry import add_round

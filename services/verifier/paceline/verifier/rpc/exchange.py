@@ -18,7 +18,9 @@ import grpc
 from paceline.service import OptionsError, ServiceError, limits
 from paceline.service.exchange import FramedSocket, socket_address
 from paceline.service.tasks import keep_running
-from paceline.v1 import drafter_pb2, exchange_pb2, exchange_pb2_grpc, verifier_pb2
+from paceline.text import Text
+from paceline.tree import MAX_NODES, TokenTree, TreeError
+from paceline.v1 import drafter_pb2, exchange_pb2, exchange_pb2_grpc, tree_pb2, verifier_pb2
 from paceline.verifier.engine.drafted import Link, eligible, hidden_states
 from paceline.verifier.engine.drafting import Drafting
 from paceline.verifier.kv.base import Taps
@@ -438,3 +440,24 @@ def _checked(message: exchange_pb2.JoinRequest) -> exchange_pb2.DrafterList:
     copied = exchange_pb2.DrafterList()
     copied.CopyFrom(message.drafters)
     return copied
+
+
+def read_tree(
+    message: tree_pb2.TokenTree, model: verifier_pb2.GetModelResponse, text: Text
+) -> TokenTree:
+    """Read and check a tree that was drafted for a text. Raises ``ServiceError``:
+    INVALID_ARGUMENT."""
+    sampling = text.sampling
+    if len(message.distributions) and not sampling.rejection:
+        raise ServiceError.invalid_argument(
+            "BAD_TREE",
+            "distributions belong to the mode REJECTION at temperatures above 0; send none",
+        )
+    try:
+        tree = TokenTree.from_proto(message, MAX_NODES)
+        tree.check(model.vocab_size)
+        if sampling.rejection:
+            tree.check_samples(sampling.seed, len(text))
+    except TreeError as error:
+        raise ServiceError.invalid_argument(error.reason, str(error)) from error
+    return tree

@@ -17,7 +17,6 @@ from paceline.kv.wire import cache_dtype, encode, encode_rows, position_bytes
 from paceline.service import ServiceError
 from paceline.v1 import kv_pb2, kv_pb2_grpc, verifier_pb2
 from paceline.verifier.kv.base import SequenceKv
-from paceline.verifier.rpc.messages import grant_not_found
 from paceline.verifier.rpc.streams import first_message, write
 from paceline.verifier.store import CAPABILITY_BYTES, Cache, CacheNotFound, CacheStore
 
@@ -164,7 +163,7 @@ class FollowStream:
 
     def _check(self) -> None:
         if self._cache.released:
-            raise grant_not_found()
+            raise _grant_not_found()
 
     @property
     def _due(self) -> bool:
@@ -305,7 +304,7 @@ class KvExchangeServicer(kv_pb2_grpc.KvExchangeServiceServicer):
         try:
             return self._store.find_granted(read_grant)
         except CacheNotFound as error:
-            raise grant_not_found() from error
+            raise _grant_not_found() from error
 
 
 def score_prompt(cache: Cache, scored: Iterable[tuple[str, Sequence[int]]]) -> None:
@@ -364,3 +363,12 @@ def _state_feed(cache: Cache, request: kv_pb2.FollowSubscribe) -> StateFeed | No
             f"{list(kept)}; create it with hidden_state_layers",
         )
     return StateFeed(cache, layers, request.hidden_state_window) if layers else None
+
+
+def _grant_not_found() -> ServiceError:
+    """The same error for unknown, expired and released grants."""
+    return ServiceError.not_found(
+        "CACHE_NOT_FOUND",
+        "no cache has this read grant: it was released, its lease expired, or the verifier was "
+        "restarted; attach again with the grant of the cache in use",
+    )

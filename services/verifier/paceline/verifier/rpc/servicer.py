@@ -1,17 +1,32 @@
-"""The verifier's RPCs."""
+"""The verifier's RPCs, and the checks of their requests."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from threading import Thread
 from typing import Any
 
 import grpc
 
+from paceline.checks import ParameterError
+from paceline.kernels import SamplingRules
+from paceline.sampling import CONSTRAINTS, Sampling
 from paceline.service import Gate, ServiceError, limits, owner_of, user_of
-from paceline.v1 import verifier_pb2, verifier_pb2_grpc
+from paceline.service.tasks import in_thread
+from paceline.text import Text, sampling_rules
+from paceline.v1 import sampling_pb2, verifier_pb2, verifier_pb2_grpc
 from paceline.verifier.engine.engine import Engine
-from paceline.verifier.engine.job import Decode, Prefill
+from paceline.verifier.engine.job import (
+    ConstraintFailed,
+    Decode,
+    Prefill,
+    Request,
+    SequenceClosed,
+    StepFailed,
+)
 from paceline.verifier.engine.report import (
     LOCAL,
     NONE,
@@ -22,23 +37,22 @@ from paceline.verifier.engine.report import (
     microseconds,
     shares,
 )
-from paceline.verifier.kv.base import OutOfMemory
+from paceline.verifier.grammar import Grammar, GrammarError, Grammars, GrammarsBusy, Kind
+from paceline.verifier.kv.base import OutOfMemory, Taps
 from paceline.verifier.model import ModelInfo
 from paceline.verifier.rpc.exchange import DraftExchangeServicer
 from paceline.verifier.rpc.kv_exchange import score_prompt
-from paceline.verifier.rpc.messages import (
-    as_service_errors,
-    cache_not_found,
-    check_drafter,
-    read_request,
-    write_result,
-    write_top,
-)
 from paceline.verifier.rpc.streams import first_message, write
-from paceline.verifier.store import CAPABILITY_BYTES, Cache, CacheNotFound, CacheStore
+from paceline.verifier.store import CAPABILITY_BYTES, Cache, CacheNotFound, CacheStore, StoreFull
 from paceline.verifier.telemetry import Telemetry
 
 _MAX_CREDITS = (1 << 31) - 1
+# Delay that clients are advised to wait for KV memory. Generations take seconds.
+_RETRY_SECONDS = 0.5
+
+Model = verifier_pb2.GetModelResponse  # description of the served model
+
+_invalid = ServiceError.invalid_argument
 
 
 class GenerateCall:
@@ -87,7 +101,7 @@ class GenerateCall:
             self._engine.cancel(cache.job)
             await cache.job.finished()
         if cache.released:
-            raise cache_not_found()
+            raise _cache_not_found()
         _check(start, cache)
         if start.position < cache.sequence.text.output_length:
             await write(context, _message(self._again(start.position)))
@@ -115,10 +129,10 @@ class GenerateCall:
             reading.result()  # raises what was wrong with a message of the client
         if isinstance(job.error, OutOfMemory):
             await self._store.make_room(job.ready_at)
-        with as_service_errors():
+        with _as_service_errors():
             job.raise_error()
         if cache.released and cache.sequence.finish is None:  # while its last step ran
-            raise cache_not_found()
+            raise _cache_not_found()
 
     async def _read_credits(self, job: Decode, context: Any) -> None:
         """Pass on credits until the client ends its side of the stream. A message that is wrong
@@ -153,7 +167,7 @@ class GenerateCall:
     def _round(self, report: StepReport) -> verifier_pb2.Round:
         response = verifier_pb2.Round(
             position=report.position,
-            result=write_result(report.output, report.committed, report.accepted),
+            result=_write_result(report.output, report.committed, report.accepted),
             steps=report.steps,
             checked_nodes=report.output.checked,
             no_draft=report.no_draft and f"NO_DRAFT_REASON_{report.no_draft.name}",
@@ -203,7 +217,7 @@ def _message(*rounds: verifier_pb2.Round) -> verifier_pb2.GenerateResponse:
 def _check(start: verifier_pb2.GenerateStart, cache: Cache) -> None:
     """Check the first message against the cache. Raises ``ServiceError``: INVALID_ARGUMENT or
     FAILED_PRECONDITION."""
-    check_drafter(start.drafter)
+    _check_drafter(start.drafter)
     sequence = cache.sequence
     first, emitted = (
         (sequence.text.given - sequence.text.prompt_length),
@@ -250,13 +264,13 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
 
     async def CreateCache(self, request: verifier_pb2.CreateCacheRequest, context: Any) -> None:
         """Prefill a prompt; stream progress, then the capabilities and the first token."""
-        with self._gate.enter(), as_service_errors():
+        with self._gate.enter(), _as_service_errors():
             drafter = None if request.drafter in (NONE, LOCAL.name) else request.drafter
             taps = self._exchange.taps(drafter)
             model = self._model.message
             owner = owner_of(context)
             user = user_of(owner, request.user)
-            asked = await read_request(request, user, model, self._grammars, taps)
+            asked = await _read_request(request, user, model, self._grammars, taps)
             parent = None
             if request.parent_handle:
                 parent = self._find(request.parent_handle, owner).sequence
@@ -313,7 +327,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         return min(self._store.lease_seconds, limits.UNUSED_SECONDS)
 
     def _find(self, handle: bytes, owner: str) -> Cache:
-        with as_service_errors():
+        with _as_service_errors():
             return self._store.find(_checked(handle), owner)
 
     async def _send_progress(self, prefill: Prefill, context: Any) -> None:
@@ -332,7 +346,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         created = verifier_pb2.CacheCreated(
             handle=cache.handle,
             read_grant=cache.read_grant,
-            first=write_result(prefill.output, cache.sequence.committed),
+            first=_write_result(prefill.output, cache.sequence.committed),
             reused_tokens=prefill.reused,
             epoch=cache.epoch,
             lease_ms=round(self._unused_seconds * 1000),
@@ -341,7 +355,9 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
             prompt_logprobs=[logprob for logprob, _ in prefill.prompt_logprobs],
         )
         if cache.sequence.request.prompt_logprobs:
-            created.top_prompt_logprobs.extend(write_top(top) for _, top in prefill.prompt_logprobs)
+            created.top_prompt_logprobs.extend(
+                _write_top(top) for _, top in prefill.prompt_logprobs
+            )
         return verifier_pb2.CreateCacheResponse(created=created)
 
 
@@ -353,3 +369,181 @@ def _checked(handle: bytes) -> bytes:
             "CreateCache returned",
         )
     return handle
+
+
+@contextmanager
+def _as_service_errors() -> Iterator[None]:
+    """Convert exceptions of the store and the engine to errors of an RPC."""
+    try:
+        yield
+    except (CacheNotFound, SequenceClosed) as error:
+        raise _cache_not_found() from error
+    except StoreFull as error:
+        retry = None if error.forever else _RETRY_SECONDS
+        raise ServiceError.resource_exhausted("KV_FULL", str(error), retry) from error
+    except OutOfMemory as error:
+        raise ServiceError.resource_exhausted("KV_FULL", str(error), _RETRY_SECONDS) from error
+    except ConstraintFailed as error:
+        raise _invalid("INVALID_SCHEMA", str(error)) from error
+    except StepFailed as error:
+        raise ServiceError.internal("STEP_FAILED", str(error)) from error
+
+
+def _cache_not_found() -> ServiceError:
+    """The same error for unknown, expired and released handles, and those of other clients."""
+    return ServiceError.not_found(
+        "CACHE_NOT_FOUND",
+        "you have no cache with this handle: it was released, its lease expired, or the verifier "
+        "was restarted; create one with the prompt and the tokens emitted so far",
+    )
+
+
+async def _read_request(
+    request: verifier_pb2.CreateCacheRequest,
+    owner: str,
+    model: Model,
+    grammars: Grammars,
+    taps: Taps | None,
+) -> Request:
+    """Read and check the request of an owner's text; ``taps`` are the hidden states that its
+    drafter reads. Raises ``ServiceError``: INVALID_ARGUMENT."""
+    prompt, output = request.prompt_tokens, request.output_tokens
+    if not prompt:
+        raise _invalid("PROMPT_EMPTY", "the prompt has no token; send at least one")
+    length = len(prompt) + len(output)
+    if length >= model.max_context:
+        raise _invalid(
+            "PROMPT_TOO_LONG",
+            f"prompt and output so far have {length} tokens, expected fewer than the context of "
+            f"{model.max_context}; shorten the prompt",
+        )
+    limit = model.max_context
+    if request.max_new_tokens:
+        limit = min(limit, len(prompt) + request.max_new_tokens)
+    if length >= limit:
+        raise _invalid(
+            "NOTHING_LEFT",
+            f"max_new_tokens is {request.max_new_tokens}, but {len(output)} tokens were emitted "
+            "already; raise it or stop here",
+        )
+    _check_tokens("prompt_tokens", prompt, model)
+    _check_tokens("output_tokens", output, model)
+    if len(request.stop_token_ids) > limits.STOP_TOKENS:
+        raise _invalid(
+            "TOO_MANY_STOP_TOKENS",
+            f"there are {len(request.stop_token_ids)} stop tokens, expected at most "
+            f"{limits.STOP_TOKENS}",
+        )
+    _check_tokens("stop_token_ids", request.stop_token_ids, model)
+    for name in ("top_logprobs", "prompt_logprobs"):
+        if (count := getattr(request, name)) > limits.TOP_LOGPROBS:
+            raise _invalid(
+                "BAD_TOP_LOGPROBS", f"{name} is {count}, expected at most {limits.TOP_LOGPROBS}"
+            )
+    _check_drafter(request.drafter)
+    if len(request.user) > limits.NAME_CHARS:
+        raise _invalid(
+            "BAD_USER",
+            f"the user's name has {len(request.user)} characters, expected at most "
+            f"{limits.NAME_CHARS}; send a digest of it",
+        )
+    stop_ids = set(request.stop_token_ids)
+    if not request.ignore_eos:
+        stop_ids.update(model.eos_token_ids)
+    sampling = sampling_pb2.SamplingParams()
+    sampling.CopyFrom(request.sampling)  # a part would keep the whole message
+    logprobs = request.logprobs or request.top_logprobs > 0
+    text = Text(
+        prompt,
+        output,
+        limit=limit,
+        sampling=_read_sampling(request.sampling, model),
+        stop_ids=frozenset(stop_ids),
+        owner=owner,
+        message=sampling,
+    )
+    return Request(
+        text,
+        top_logprobs=request.top_logprobs if logprobs else None,
+        prompt_logprobs=request.prompt_logprobs if request.HasField("prompt_logprobs") else None,
+        taps=taps,
+        grammar=await _read_grammar(request.sampling, tuple(output), grammars),
+    )
+
+
+def _check_drafter(name: str) -> None:
+    """Check the length of a drafter's name. Raises ``ServiceError``: INVALID_ARGUMENT."""
+    if len(name) > limits.NAME_CHARS:
+        raise _invalid(
+            "BAD_DRAFTER",
+            f"the drafter's name has {len(name)} characters, expected at most {limits.NAME_CHARS}; "
+            "shorten it or leave it out",
+        )
+
+
+def _read_sampling(message: sampling_pb2.SamplingParams, model: Model) -> SamplingRules:
+    """Read and check sampling parameters. Raises ``ServiceError``: INVALID_ARGUMENT."""
+    try:
+        params = sampling_rules(Sampling.from_proto(message))
+    except ParameterError as error:
+        reason = "INVALID_SCHEMA" if error.parameter in CONSTRAINTS else "INVALID_SAMPLING"
+        raise _invalid(reason, str(error)) from error
+    _check_tokens("logit_bias", list(message.logit_bias), model)
+    return params
+
+
+def _write_result(
+    output: StepOutput, committed: int, accepted: Sequence[int] = ()
+) -> verifier_pb2.RoundResult:
+    """The message of an output after which so many tokens are committed. ``accepted`` are the
+    accepted nodes of the drafted tree."""
+    result = verifier_pb2.RoundResult(
+        tokens=output.tokens,
+        accepted_nodes=accepted,
+        logprobs=output.logprobs,
+        finish_reason=output.finish and f"FINISH_REASON_{output.finish.name}",
+        committed_length=committed,
+    )
+    result.top_logprobs.extend(map(_write_top, output.top_logprobs))
+    return result
+
+
+def _write_top(top: Sequence[tuple[int, float]]) -> verifier_pb2.TopLogprobs:
+    """The message of the likeliest tokens at one position."""
+    return verifier_pb2.TopLogprobs(
+        tokens=[token for token, _ in top], logprobs=[value for _, value in top]
+    )
+
+
+async def _read_grammar(
+    message: sampling_pb2.SamplingParams, output: tuple[int, ...], grammars: Grammars
+) -> Grammar | None:
+    sources: dict[Kind, str] = {
+        "json_schema": message.json_schema,
+        "regex": message.regex,
+        "grammar": message.grammar,
+    }
+    given = [(kind, source) for kind, source in sources.items() if source]
+    if not given:
+        return None
+    ((kind, source),) = given
+    try:
+        grammar = await grammars.compile(kind, source)
+        if output:
+            return await in_thread(partial(grammar.after, output))
+    except GrammarError as error:
+        raise _invalid("INVALID_SCHEMA", str(error)) from error
+    except GrammarsBusy as error:
+        raise ServiceError.resource_exhausted(
+            "TOO_MANY_CONSTRAINTS", f"{error}; try again later", _RETRY_SECONDS
+        ) from error
+    return grammar
+
+
+def _check_tokens(name: str, tokens: Sequence[int], model: Model) -> None:
+    if len(tokens) and max(tokens) >= model.vocab_size:
+        raise _invalid(
+            "TOKEN_OUT_OF_VOCABULARY",
+            f"{name} has token {max(tokens)}, but the model has {model.vocab_size} token ids, "
+            "counted from 0; does the text come from another tokenizer?",
+        )
