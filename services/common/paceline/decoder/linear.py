@@ -156,5 +156,5 @@ class FixedProducts:
         shapes: dict[str, list[str]] = {}
         for shape, rule in self.rules.items():
             shapes.setdefault(rule, []).append(shape)
-        named = [f"products of {rule}: {' '.join(found)}" for rule, found in shapes.items()]
+        named = [f"products of {rule}: {' '.join(names)}" for rule, names in shapes.items()]
         return ", ".join([*named, f"digest {self.digest[:16]}"])
