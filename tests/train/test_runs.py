@@ -26,6 +26,7 @@ from paceline.train import drafters as training
 from paceline.train.corpus import Corpus, load_corpus
 from paceline.train.dspark import DSparkTrainer
 from paceline.train.eagle3 import Eagle3Trainer
+from paceline.train.lm import LmTrainer
 from paceline.train.longspec import LongSpecTrainer
 from paceline.train.loop import Clock
 from paceline.train.mtp import MtpTrainer
@@ -33,6 +34,7 @@ from paceline.train.presets import Stage
 from paceline.train.recipes.base import Recipe
 from paceline.train.recipes.dspark import DSparkPreset
 from paceline.train.recipes.eagle3 import Eagle3Preset
+from paceline.train.recipes.lm import BudgetPreset
 from paceline.train.recipes.longspec import LONGSPEC_PRESETS, LongSpecPreset
 from paceline.train.recipes.mtp import MtpPreset
 from paceline.train.run import Run, begin_run, cleared
@@ -53,7 +55,7 @@ DSPARK = DSparkPreset(
     taps=(0, -1), layers=1, block=3, markov_rank=8, minutes=60, steps=40, rows=2, length=48,
     anchors=12, muon_rate=0.02, adamw_rate=1e-2, window=16, own_texts=4, own_from=0.5, files=4,
 )  # fmt: skip
-METHODS = ("dspark", "eagle3", "longspec", "mtp")
+METHODS = ("dspark", "eagle3", "lm", "longspec", "mtp")
 EAGLE3 = Eagle3Preset(
     taps=(0, -1), levels=3, minutes=60, steps=40, rows=4, length=48, muon_rate=0.02,
     adamw_rate=1e-2, window=16, own_texts=4, own_from=0.5, files=4,
@@ -62,11 +64,23 @@ MTP = MtpPreset(
     levels=3, minutes=60, steps=40, rows=4, length=48, muon_rate=0.02, adamw_rate=1e-2, window=16,
     own_texts=4, own_from=0.5, files=4,
 )  # fmt: skip
+LM = BudgetPreset(
+    minutes=60, steps=40, adamw_rate=1e-2, texts=3, prefix=90, continuation=16, budgets=(16, 24),
+    warm_up=2,
+)  # fmt: skip
 
 
 @pytest.fixture
-def trainers(target: Path, corpus: Corpus) -> dict[str, Train]:
+def trainers(
+    target: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, Train]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_target(tmp_path / "small", (document.text for document in corpus.train), seed=1)
+    small = tmp_path / "small"
+    updates = LmTrainer(target, replace(LM, rank=4))
     return {
+        "lm": lambda run, out: LmTrainer(target, LM).train(corpus, run, out, small),
+        "lm, rank 4": lambda run, out: updates.train(corpus, run, out, small),
         "longspec": lambda run, out: LongSpecTrainer(target, LONGSPEC).train(corpus, run, out),
         "dspark": lambda run, out: DSparkTrainer(target, DSPARK).train(corpus, run, out),
         "eagle3": lambda run, out: Eagle3Trainer(target, EAGLE3).train(corpus, run, out),
@@ -90,7 +104,8 @@ def test_the_loss_falls_and_the_folder_is_a_drafter(
     temperatures = section.get("shape", {}).get("confidence_temperatures", [])
     assert len(temperatures) == (DSPARK.block if method == "dspark" else 0)
     assert all(each > 0 for each in temperatures)
-    method_class(method).load(out, {"target": str(target)}, Resources()).close()
+    options = {} if method == "lm" else {"target": str(target)}
+    method_class(method).load(out, options, Resources()).close()
     card = (out / "README.md").read_text()
     assert f"`{method}`" in card
     assert f"Mean losses of 1 steps each: {losses[0]:.3f} at first" in card
@@ -98,6 +113,7 @@ def test_the_loss_falls_and_the_folder_is_a_drafter(
         "longspec": "lags 1 to 5, 3 of them in each step",
         "dspark": "| texts | rounds | accepted length | position 1 |",
         "eagle3": "at 3 depths, each weighted",
+        "lm": "behind what a budget of\n16, 24 positions keeps of a piece. All weights",
         "mtp": "at 3 depths, each weighted",
     }
     assert expected[method] in card
@@ -117,7 +133,7 @@ def test_a_run_whose_time_is_over_prepares_and_steps_as_little_as_it_can(
     assert "reading held-out texts: 0 of " in said
 
 
-@pytest.mark.parametrize("kind", ["longspec", "dspark"])
+@pytest.mark.parametrize("kind", ["longspec", "dspark", "lm, rank 4"])
 def test_an_interrupted_run_goes_on_bit_for_bit(
     kind: str, trainers: dict[str, Train], make_run: MakeRun, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -149,7 +165,8 @@ def test_the_weights_of_the_best_checkpoint_are_written(
 ) -> None:  # fmt: skip
     lengths = iter([1.1, 1.5, 1.4, 1.2, 1.2])
     monkeypatch.setattr(training.Heldout, "log", lambda self: {"heldout": next(lengths)})
-    run, out = make_run("work", 4, every=0.0), tmp_path / "out"
+    run = make_run("work", 4, every=0.0, measure=0.0)
+    out = tmp_path / "out"
     DSparkTrainer(target, DSPARK).train(corpus, run, out)
     assert json.loads((out / "config.json").read_text())["paceline"]["training"][
         training.ACCEPTED

@@ -1,51 +1,58 @@
 """Training of a small language model that drafts under KV budgets (BudgetDraft, section 3).
 
-A text is a prefix, which is read, and a continuation, which is learnt: the target's likeliest next
-tokens, with the drafter's KV of the whole prefix and once more with the part that a budget keeps.
-Unlike the paper's, updates may have a low rank, so that two CPU cores can train half a billion
-parameters.
+A text is a prefix, a piece of a document, which is read, and a continuation, which is learnt: what
+the target writes behind the prefix greedily, with the drafter's KV of the whole prefix and once
+more with the part that a budget keeps. Unlike the paper's, updates may have a low rank (LoRA): in
+the projections of attention and feed-forward of a transformers model, merged when it is written, so
+that two CPU cores can train half a billion parameters.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import DynamicCache
 
-from paceline.convert import load_decoder
-from paceline.decoder import Decoder, LocalCache
+from paceline.convert import weights_fingerprint
+from paceline.decoder import Decoder
+from paceline.decoder.remembered import cache_file
 from paceline.drafter import Drafter, Resources
 from paceline.drafter.growth.observed import TopChunks
-from paceline.drafter.growth.sequence import chain_blocks
 from paceline.drafter.methods.base import SECTION
 from paceline.drafter.methods.checkpoint import CONFIG_FILE
 from paceline.drafter.methods.lm import OBSERVED, LmDrafter
-from paceline.kernels import plan_trees
-from paceline.train.batches import Batches
+from paceline.kernels.sampling import SamplingRules
+from paceline.train.batches import Answers
 from paceline.train.blocks import store_blocks
-from paceline.train.corpus import Corpus, encode_all, load_tokenizer
+from paceline.train.corpus import Corpus, Documents, encode_all, load_tokenizer
 from paceline.train.drafters import (
     Heldout,
     Objective,
     origin,
     rounds_section,
     train_drafter,
-    write_groups,
+    write_after,
 )
 from paceline.train.model import load_model
+from paceline.train.own_text import Task, load_target, random_prompts, write_texts
+from paceline.train.phases import Phase
 from paceline.train.presets import Plan, Stage
 from paceline.train.recipes.lm import BudgetPreset
-from paceline.train.run import Run, begin_run
+from paceline.train.run import WRITING, Run, begin_run
 
 _PART = 1024  # tokens of a forward pass over a prefix
-_TEXTS = 6  # held-out texts that are measured
+_TOGETHER = 16_384  # tokens of the texts that are written together
+_LOGGED_TEXTS, _MEASURED_TEXTS = 2, 6  # held-out texts that are measured while training, and after
+_MEASUREMENTS = 8  # while training
+_BEGUN = "texts"  # in the work folder: number of texts that the run reads
 
 
 class LowRankUpdate(nn.Module):
@@ -163,52 +170,60 @@ class BudgetLoss:
     Budgets are drawn from torch's global generator, which a checkpoint keeps.
     """
 
-    def __init__(
-        self, model: TrainedModel, target: Decoder, stream: Tensor, preset: BudgetPreset
-    ) -> None:
-        self._model, self._target, self._stream, self._preset = model, target, stream, preset
+    def __init__(self, model: TrainedModel, stream: Tensor, preset: BudgetPreset) -> None:
+        self._model, self._stream, self._preset = model, stream, preset
 
     def __call__(self, forward: nn.Module, indices: Tensor, done: float) -> Tensor:
         preset = self._preset
         total = torch.zeros(())
-        for text in self._stream[indices[:, :-1]]:
+        for text in self._stream[indices]:
             budgets = preset.budget_weights
             draw = torch.multinomial(torch.tensor([*budgets.values()]), 1)
             total = total + self.of_text(forward, text, [*budgets][int(draw)])
         return total / len(indices)
 
     def of_text(self, forward: nn.Module, text: Tensor, budget: int) -> Tensor:
-        """Nats per token of a text, int64 ``[prefix + continuation]``, under a budget."""
+        """Nats per token of a text, int64 ``[prefix + 1 + continuation]``, under a budget."""
         prefix = self._preset.prefix
-        device = next(forward.parameters()).device
-        wanted = likeliest(self._target, text, prefix).to(device)
-        tokens = text.to(device)
+        tokens = text.to(next(forward.parameters()).device)
+        drafted, wanted = tokens[prefix:-1], tokens[prefix + 1 :]
         past, scores = self._model.read(tokens[:prefix])
-        kept = scores.select(prefix, budget, newest=0).to(device)
+        kept = scores.select(prefix, budget, newest=0).to(tokens.device)
         sparse = [(keys[:, :, kept], values[:, :, kept]) for keys, values in past]
         losses = [
-            F.cross_entropy(forward(tokens[prefix:], seen, prefix).float(), wanted)
+            F.cross_entropy(forward(drafted, seen, prefix).float(), wanted)
             for seen in (past, sparse)
         ]
-        return losses[0] + self._preset.sparse_weight * losses[1]
+        return losses[0] + self._preset.consistency * losses[1]
 
 
-def likeliest(target: Decoder, text: Tensor, begin: int) -> Tensor:
-    """The target's likeliest token after each token of a text from ``begin`` on, int64 ``[n]``."""
-    cache, count = LocalCache(target.config, target.device), len(text)
-    for start in range(0, begin, _PART):
-        part = text[start : min(start + _PART, begin)]
-        _forward(target, part, cache, torch.tensor([0]))
-    return _forward(target, text[begin:], cache, torch.arange(count - begin)).argmax(-1)
+def greedy_texts(
+    decoder: Decoder, documents: Documents, preset: BudgetPreset, file: Path, run: Run
+) -> list[list[int]]:
+    """Pieces of documents, each with what the target writes behind it greedily, whether or not it
+    ends its text: `prefix + 1 + continuation` tokens.
 
-
-def _forward(target: Decoder, part: Tensor, cache: LocalCache, rows: Tensor) -> Tensor:
-    plan = plan_trees(chain_blocks(0, len(cache), len(cache) + len(part)), device=target.device)
-    cache.reserve(len(part))
-    device = target.device
-    logits = target.forward(part.to(device), plan, [cache], logit_rows=rows.to(device)).logits
-    cache.commit(range(len(part)))
-    return logits
+    They are kept in `file`, which runs share; one that goes on reads those that it began with.
+    Raises ValueError: no document is as long as a prefix.
+    """
+    begun, length = run.work / _BEGUN, preset.prefix
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.touch()
+    texts: list[list[int]] = [json.loads(line) for line in file.read_text().splitlines()]
+    if begun.is_file():
+        return texts[: int(begun.read_text())]
+    pieces = random_prompts(documents, preset.texts, np.random.default_rng(0), length)
+    rules, new = SamplingRules(temperature=0.0), preset.continuation + 1
+    tasks = [Task(piece, rules, new) for piece in pieces[len(texts) :]]
+    phase = Phase("writing texts", preset.texts, len(texts), run.until(WRITING))
+    # They end in their order, as they are equally long and none ends before.
+    writing = write_texts(decoder, tasks, None, together=max(1, _TOGETHER // (length + new)))
+    for number, written in phase.take(writing):
+        texts.append([*tasks[number].prompt, *written])
+        with file.open("a") as lines:
+            lines.write(json.dumps(texts[-1]) + "\n")
+    begun.write_text(str(len(texts)))
+    return texts[: preset.texts]
 
 
 @dataclass
@@ -225,20 +240,26 @@ class LmTrainer:
         and what `begin_run` raises.
         """
         preset = self.preset
+        run = replace(run.in_fast_types(), measure=60 * run.minutes / _MEASUREMENTS)
         begin_run(run, out, "lm", preset, corpus, target=self.target, start=start)
         tokenizer = load_tokenizer(start)
         if tokenizer.get_vocab() != load_tokenizer(self.target).get_vocab():
             raise ValueError(f"{start} has other tokens than {self.target}: no model can draft so")
-        decoder = load_decoder(self.target, "int8")
-        torch.manual_seed(0)
-        model = TrainedModel(load_model(start, torch.float32).to(run.device), preset.rank)
-        model.to(run.device)
+        decoder = load_target(self.target, "int8")
         trained, heldout = (encode_all(tokenizer, part) for part in (corpus.train, corpus.heldout))
-        batches = Batches(trained, tokenizer.eos_token_id)
-        loss = BudgetLoss(model, decoder, batches.stream, preset)
-        objective = Objective(model, loss, None, preset.adamw_rate)
-        length = preset.prefix + preset.continuation
-        stages = (Stage("budgets", 1.0, rows=1, length=length),)
+        digests = [document.sha256 for document in corpus.train]
+        facts = weights_fingerprint(self.target), preset.prefix, preset.continuation, *digests
+        texts = greedy_texts(decoder, trained, preset, cache_file("texts", facts), run)
+        torch.manual_seed(0)
+        dtype = torch.bfloat16 if preset.rank and run.bf16 else torch.float32
+        model = TrainedModel(load_model(start, dtype).to(run.device), preset.rank)
+        model.to(run.device)
+        stream = torch.tensor(texts).flatten()
+        starts = range(0, len(stream) + 1, len(texts[0]))
+        answers = [begin + preset.prefix for begin in starts[:-1]]
+        batches = Answers(starts, answers, preset.prefix)
+        objective = Objective(model, BudgetLoss(model, stream, preset), None, preset.adamw_rate)
+        stages = (Stage("budgets", 1.0, rows=1, length=preset.continuation + 1),)
         plan = Plan(stages, run.minutes, run.steps, warm_up=preset.warm_up)
         chains = {"widths": "1", "depth": "5", "min_survival": "0"}
         kept = {"keep": "budget", "kv_policy": "chunk_topk"}
@@ -247,12 +268,17 @@ class LmTrainer:
             for budget in preset.budgets
         }
         drafter: Any = LmDrafterModel(start, model)
-        groups = write_groups(decoder, {"held out": heldout}, (preset.prefix,), _TEXTS)
-        measured = Heldout(drafter, decoder, groups, options)
-        notes = {"budgets": preset.budgets, "prefix": preset.prefix, "rank": preset.rank}
-        progress = train_drafter(drafter, objective, batches, plan, run, measured, notes, out)
+        recordings = write_after(decoder, heldout, preset.prefix, 0.0, _MEASURED_TEXTS)
+        logged = Heldout(
+            drafter, decoder, {"held out": recordings[:_LOGGED_TEXTS]},
+            dict([*options.items()][:2]),
+        )  # fmt: skip
+        notes = {"budgets": preset.budgets, "prefix": preset.prefix, "rank": preset.rank,
+                 "consistency": preset.consistency, "texts": len(texts)}  # fmt: skip
+        progress = train_drafter(drafter, objective, batches, plan, run, logged, notes, out)
         if progress is None:
             return
+        measured = Heldout(drafter, decoder, {"held out": recordings}, options)
         weights = f"Updates of rank {preset.rank}" if preset.rank else "All weights"
         (out / "README.md").write_text(f"""# Paceline drafter: `lm`
 
@@ -260,8 +286,9 @@ A small language model that was trained further to draft under KV budgets (Budge
 
 ## Training
 
-{origin(progress)}. Cross-entropy with the target's likeliest tokens, behind
-{preset.prefix:,} tokens and, with weight {preset.sparse_weight:g}, behind what a budget of
-{", ".join(map(str, preset.budgets))} positions keeps of them. {weights}, {objective.rates}.
+{origin(progress)}. Cross-entropy with the {preset.continuation}
+tokens that the target wrote greedily behind each of {len(texts):,} pieces, of {preset.prefix:,}
+tokens, of the {corpus.source}, and, with weight {preset.consistency:g}, behind what a budget of
+{", ".join(map(str, preset.budgets))} positions keeps of a piece. {weights}, {objective.rates}.
 
 {rounds_section(measured.measure(out))}""")

@@ -174,7 +174,8 @@ def train(
     left of the plan's after what was prepared, at least a tenth of them.
 
     Resumes from the checkpoint in `run.work`, if there is one; a finished run returns at once.
-    `heldout` returns figures that are logged before each checkpoint, one of them named `heldout`.
+    `heldout` returns figures that are logged before some checkpoints and the last, one of them
+    named `heldout`.
     On SIGTERM or Ctrl-C a checkpoint is written and KeyboardInterrupt raised.
 
     Started by `accelerate launch` or `torchrun`, the processes share every batch: each takes its
@@ -191,13 +192,16 @@ def train(
     accelerator = Accelerator(cpu=torch.device(run.device).type == "cpu")
     forward = accelerator.prepare_model(forward, device_placement=False)
     first = accelerator.is_main_process
-    saved = time.monotonic()
+    saved = measured = time.monotonic()
     begun, losses = progress.step, list[float]()
 
-    def save() -> None:
-        if heldout is not None:
+    def save(last: bool) -> None:
+        nonlocal saved, measured
+        if heldout is not None and (last or time.monotonic() - measured > run.measure):
             progress.note(**heldout(model))
+            measured = time.monotonic()
         save_run(run.work, model, optimizer, batches, progress)
+        saved = time.monotonic()
 
     def agreed(done: float, stop: bool) -> tuple[float, bool]:
         """The values of the first process: clocks and signals differ between processes."""
@@ -229,10 +233,9 @@ def train(
                 if first:
                     _report(progress, plan)
             if first and time.monotonic() - saved > run.every:
-                save()
-                saved = time.monotonic()
+                save(last=False)
         if first and progress.step > begun:
-            save()
+            save(last=True)
     return progress
 
 

@@ -65,11 +65,12 @@ class _Writing:
 
 
 def write_texts(
-    decoder: Decoder, tasks: Iterable[Task], stop: int | None
+    decoder: Decoder, tasks: Iterable[Task], stop: int | None, together: int = _TOGETHER
 ) -> Iterator[tuple[int, list[int]]]:
     """Yield (number of the task, the tokens added) as texts are finished, in any order.
 
-    A text ends at its count or with the token `stop`, which is included.
+    A text ends at its count or with the token `stop`, which is included. So many are written
+    `together`.
     """
     waiting = enumerate(tasks)
     active: list[_Writing] = []
@@ -77,9 +78,9 @@ def write_texts(
         writing = _Writing(number, task, LocalCache(decoder.config))
         writing.add(_read_prompt(decoder, writing))
         active.append(writing)
-        while len(active) == _TOGETHER:
+        while len(active) == together:
             yield from _finished(active, stop)
-            if len(active) == _TOGETHER:
+            if len(active) == together:
                 _step(decoder, active)
     while active:
         yield from _finished(active, stop)
@@ -159,20 +160,22 @@ def own_texts(
 
 
 def random_prompts(
-    documents: Documents, count: int, draw: np.random.Generator
+    documents: Documents, count: int, draw: np.random.Generator, length: int = PROMPT
 ) -> list[Sequence[int]]:
-    """`count` windows of 128 tokens from random positions of random documents.
+    """`count` windows of `length` tokens from random positions of random documents.
 
     Raises ValueError if no document is as long as a window.
     """
-    long = [ids for ids in documents if len(ids) >= PROMPT]
+    long = [ids for ids in documents if len(ids) >= length]
     if not long:
-        raise ValueError(f"no document has {PROMPT} tokens to start a text with: give longer ones")
+        raise ValueError(
+            f"no document has {length:,} tokens to start a text with: give longer ones"
+        )
     prompts = []
     for _ in range(count):
         ids = long[draw.integers(len(long))]
-        start = int(draw.integers(len(ids) - PROMPT + 1))
-        prompts.append(ids[start : start + PROMPT])
+        start = int(draw.integers(len(ids) - length + 1))
+        prompts.append(ids[start : start + length])
     return prompts
 
 

@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,8 @@ WRITING, PREPARING = 0.3, 0.5
 class Run:
     """Where and how long to train.
 
-    `work` holds the checkpoints, written every `every` seconds. The run ends `minutes` after it
+    `work` holds the checkpoints, written every `every` seconds; one is measured on held-out texts
+    if the last one that was is `measure` seconds old. The run ends `minutes` after it
     `began`, of which preparing for the first step takes at most half; pauses between steps are not
     counted. `device` is "cpu" or a CUDA device; with `bf16` the forward pass runs in bf16 autocast
     there. Gradients of a batch are accumulated over `accumulate` parts. `force` lets the run
@@ -41,7 +42,8 @@ class Run:
     minutes: float
     steps: int
     device: str = "cpu"
-    every: float = 240.0
+    every: float = 60.0
+    measure: float = 240.0
     bf16: bool = True
     compile: bool = False
     log_steps: int = 20
@@ -50,6 +52,11 @@ class Run:
     card: bool = True
     signals: Path | None = None
     began: float = field(default_factory=time.monotonic)
+
+    def in_fast_types(self) -> Run:
+        """This run, without bf16 on a CPU that has no such instructions and is slower with it."""
+        fast = torch.device(self.device).type != "cpu" or torch.cpu._is_avx512_bf16_supported()
+        return replace(self, bf16=self.bf16 and fast)
 
     def until(self, share: float) -> float:
         """When a share of the minutes is over, on the clock `time.monotonic`."""

@@ -198,9 +198,7 @@ fingerprint.
         self, corpus: Corpus, run: Run, out: Path, written: Sequence[Path], start: Path | None
     ) -> None:
         preset = self.preset
-        # Without such instructions bfloat16 is slower on a CPU.
-        fast = torch.device(run.device).type != "cpu" or torch.cpu._is_avx512_bf16_supported()
-        run = replace(run, bf16=run.bf16 and fast)
+        run = run.in_fast_types()
         begin_run(
             run, out, self.method, preset, corpus,
             target=self.target, start=start, written=written,

@@ -27,18 +27,21 @@ class BudgetPreset:
     minutes: float
     steps: int
     adamw_rate: float
+    texts: int  # that the target writes
     prefix: int  # tokens of a text that are read; the budget is for their KV
     continuation: int  # tokens behind them whose next tokens are learnt
     budgets: tuple[int, ...]
     # Rank of the updates of the matrices, where only these are trained; 0: all weights are trained.
     rank: int = 0
-    sparse_weight: float = 0.5  # weight of the loss under a budget (lambda)
+    consistency: float = 0.5  # weight of the loss under a budget (lambda)
     warm_up: int = 150  # steps in which the rate rises
 
     def __post_init__(self) -> None:
         if self.rank < 0 or not 0 < self.adamw_rate < math.inf:
-            found = f"the rank is {self.rank} and the rate {self.adamw_rate}"
-            raise ValueError(f"{found}, expected 0 or more, and a finite one above 0")
+            chosen = f"the rank is {self.rank} and the rate {self.adamw_rate}"
+            raise ValueError(f"{chosen}, expected 0 or more, and a finite one above 0")
+        if not 0 <= self.consistency < math.inf:
+            raise ValueError(f"--consistency is {self.consistency}, expected a finite one from 0")
         if not self.budgets or not _CHUNK <= min(self.budgets) <= max(self.budgets) < self.prefix:
             raise ValueError(
                 f"budgets are {self.budgets}, expected at least one, from {_CHUNK} on and below "
@@ -56,12 +59,12 @@ class BudgetPreset:
 LM_PRESETS: dict[str, BudgetPreset] = {
     # For two CPU cores: short texts, and updates of low rank.
     "cpu": BudgetPreset(
-        minutes=120, steps=2000, adamw_rate=2e-4, prefix=1024, continuation=64,
+        minutes=120, steps=2000, adamw_rate=2e-4, texts=1000, prefix=1024, continuation=64,
         budgets=(64, 128, 256, 512), rank=16, warm_up=50,
     ),
     # The paper's (section 4): all weights.
     "paper": BudgetPreset(
-        minutes=72 * 60, steps=5000, adamw_rate=1e-5, prefix=16_128, continuation=256,
+        minutes=72 * 60, steps=5000, adamw_rate=1e-5, texts=5000, prefix=16_128, continuation=256,
         budgets=(256, 512, 1024, 2048),
     ),
 }  # fmt: skip
@@ -85,14 +88,18 @@ class LmRecipe(Recipe[BudgetPreset]):
         )
         parser.add_argument("--prefix", type=int, metavar="N", help="tokens read before a draft")
         parser.add_argument(
+            "--consistency", type=float, metavar="F", help="weight of the loss under a budget"
+        )
+        parser.add_argument(
             "--rank", type=int, metavar="N", help="rank of updates of matrices; 0: all weights"
         )
         parser.add_argument("--rate", type=float, metavar="F", help="learning rate")
 
     def vary(self, preset: BudgetPreset, args: Namespace) -> BudgetPreset:
         chosen = given(
-            budgets=args.budgets, prefix=args.prefix, rank=args.rank, adamw_rate=args.rate
-        )
+            budgets=args.budgets, prefix=args.prefix, rank=args.rank, adamw_rate=args.rate,
+            consistency=args.consistency,
+        )  # fmt: skip
         return replace(preset, **chosen)
 
     def train(self, args: Namespace, preset: BudgetPreset, corpus: Corpus, run: Run) -> None:
