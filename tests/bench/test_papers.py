@@ -22,11 +22,13 @@ from paceline.bench.replay.simulation import Simulation
 from paceline.bench.replay.traces import Replay, Round, Text, Traces
 from paceline.bench.table.engines import Answer, AnswerRequest
 from paceline.client import RoundStats, Stats
+from paceline.drafter.methods.base import Budget, GenerationInfo, Update
 from paceline.drafter.methods.lm import LmDrafter
 from paceline.kernels import AttentionCall, Proposal, QueryBlock, plan_trees
 from paceline.sampling import Sampling
 from paceline.train.acceptance import TargetRecording, record
 from paceline.tree import TokenTree as Tree
+from paceline.tree import accepted_tokens
 
 _DEMO = Path("models/demo")
 _CODE = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n\n\n"
@@ -98,6 +100,15 @@ def test_an_experiment_has_figures_of_every_arm(
             for ends in line.values()
         ]
         assert ends
+        if experiment == "triforce":
+            stack = "TriForce, 16, 0.5"
+            assert 1 <= entry["arms"][stack]["accepted length for sparse KV"]["96"][1] <= 6
+            speeds = {
+                arm: figures["tokens/s, calculated"]["96"][1]
+                for arm, figures in entry["arms"].items() if arm != stack
+            }  # fmt: skip
+            assert max(speeds, key=speeds.__getitem__) == next(iter(entry["arms"]))
+            assert entry["over"][stack]["tokens/s, calculated"]["96"]
         assert all(low <= value <= high for low, value, high in ends)
     # The same command measures nothing again.
     monkeypatch.setattr(harness, "figures", None)
@@ -126,6 +137,41 @@ def test_a_document_is_read_once_for_all_contexts_and_budgets(
             paths = ([each.tree for each in bench.path(one, text)] for one in (drafter, own))
             assert next(paths) == next(paths)
         assert length <= drafter.kv_slots < 2 * length + 512, "of the prompt that was read"
+
+
+def test_a_small_model_drafts_for_the_chains_of_another_as_for_a_text() -> None:
+    """As a sequence of its own does that reads the prompt, the text and the chain so far."""
+    torch.manual_seed(0)
+    drafter = BudgetDrafter.of(f"lm:{_DEMO}/lm")
+    drafter.under("chunk_topk", 24)
+    prompt = torch.randint(300, 3000, (90,)).tolist()
+    whole = Budget(drafter.max_nodes, drafter.max_depth)
+
+    def behind(tokens: list[int]) -> tuple[int, ...]:
+        fresh = drafter.start(GenerationInfo(prompt, 89, 1 << 20, Sampling()))
+        first = fresh.draft(whole)
+        if tokens:
+            fresh.extend(Update(tokens, committed_length=90))
+        return (fresh.draft(whole) if tokens else first).tokens
+
+    sequence = drafter.start(GenerationInfo(prompt, 89, 1 << 20, Sampling()))
+    sequence.begin_round()
+    text: list[int] = []
+    for wrong in (0, 2, 5, 9):
+        chain, expected, done = list(behind(text)), 0, 0
+        chain += behind([*text, *chain])
+        chain[min(wrong, len(chain) - 1)] += 1
+        while done < len(chain):
+            tree = Tree.chain(behind([*text, *chain[:done]]), [1.0] * 5)
+            done += accepted_tokens(tree, chain[done:]) + 1
+            expected += 1
+        assert drafter.rounds_for(sequence, tuple(chain)) == expected
+        emitted = chain[: wrong + 1]
+        sequence.extend(Update(emitted, committed_length=90))
+        sequence.warm(len(emitted))
+        text += emitted
+    assert sequence.draft(whole).tokens == behind(text)
+    sequence.close()
 
 
 @pytest.mark.parametrize("budget", [10, 40, 60, 999])

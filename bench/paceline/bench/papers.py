@@ -12,7 +12,7 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -35,6 +35,7 @@ from paceline.bench.experiment import (
     Round,
     Samples,
     counted,
+    estimate,
     samples,
 )
 from paceline.bench.prompts import needle_prompts
@@ -44,7 +45,7 @@ from paceline.cli.shipped import smaller_model
 from paceline.client import Stats
 from paceline.decoder import DecoderConfig, LocalCache
 from paceline.drafter import Drafter, DrafterSpec, Resources
-from paceline.drafter.methods.base import GenerationInfo
+from paceline.drafter.methods.base import Budget, GenerationInfo, Update
 from paceline.drafter.methods.lm import LmDrafter, LmSequence
 from paceline.kernels import (
     Executor,
@@ -58,12 +59,14 @@ from paceline.kernels import (
     plan_trees,
 )
 from paceline.kv.policies import kv_policies
-from paceline.train.acceptance import replay
+from paceline.train.acceptance import TargetRecording, replay
 from paceline.train.drafters import drafter_method
+from paceline.tree import accepted_tokens
 
 _REPEATS = 5  # times that attention is measured, of which the shortest counts
 _PREFILL = 1024  # tokens of a prompt that a small model reads at once
 _TENTHS = 10  # groups of confidences
+_CALCULATED = "tokens/s, calculated"  # name of this measure
 # Of each drafted token its confidence, the probability that it is accepted where it is reached, and
 # that it is reached: `[n, 3]`.
 Outcomes = NDArray[np.float64]
@@ -335,12 +338,31 @@ class BudgetDrafter(LmDrafter):
             while self._read.backlog:
                 self._read.warm(_PREFILL)
             self.options = kept
-        read = self._read
+        sequence._scores = sequence._scores and deepcopy(self._read._scores)
+        return self._copy_cache(sequence, self._read)
+
+    def branch(self, sequence: LmSequence) -> LmSequence:
+        """A copy of a text behind whose prompt a round began, which goes on by itself."""
+        branch = copy(sequence)
+        branch.tokens, branch.ranker = [*sequence.tokens], deepcopy(sequence.ranker)
+        return self._copy_cache(branch, sequence)
+
+    def _copy_cache(self, sequence: LmSequence, read: LmSequence) -> LmSequence:
         sequence._cache = LocalCache(self.decoder.config)
         sequence._cache.take(read.cache, range(len(read.cache)))
-        sequence._scores = sequence._scores and deepcopy(read._scores)
         self.kv_slots += sequence.slots
         return sequence
+
+    def rounds_for(self, sequence: LmSequence, chain: Sequence[int]) -> int:
+        """The rounds in which it drafts a chain that another model checks, behind a text."""
+        branch, count, done = self.branch(sequence), 0, 0
+        while done < len(chain):
+            tree = branch.draft(Budget(self.max_nodes, self.max_depth))
+            stop = done + accepted_tokens(tree, chain[done:]) + 1
+            branch.extend(Update(chain[done:stop], committed_length=branch.length))
+            count, done = count + 1, stop
+        branch.close()
+        return count
 
 
 def _small_model(bench: Bench) -> tuple[str, BudgetDrafter]:
@@ -382,9 +404,9 @@ def _triforce(bench: Bench) -> None:
     """TriForce (Sun et al., 2024), calculated: a small model under a KV budget drafts for the
     target with sparse KV, which drafts for the target.
 
-    Measured are accepted lengths along the target's text, the drafts of the small model, and steps
-    of the target behind the whole context and behind the sparse one. The small model is taken to
-    agree with the target with sparse KV as often as with the target.
+    Measured are accepted lengths along the target's text, also of the small model along the chains
+    of the target with sparse KV, its drafts, and steps of the target behind the whole context and
+    behind the sparse one. The first arm is the best of one level, which the others are over.
     """
     name, drafter = _small_model(bench)
     engine = PacelineEngine(bench.models.target, bench.weights, synthetic=True)
@@ -408,12 +430,11 @@ def _stack(
         found[arm]["ms of a step by rows"][rows].append((ms, 1))
         return ms
 
-    def add(arm: str, path: Sequence[Round], round_ms: float) -> float:
-        """Record the rounds of a text; returns the tokens of one."""
+    def add(arm: str, path: Sequence[Round], round_ms: float) -> None:
+        """Record the rounds of a text."""
         emitted = sum(each.accepted + 1 for each in path)
         found[arm][LENGTH][length].append((emitted, len(path)))
-        found[arm]["tokens/s, calculated"][length].append((1e3 * emitted, len(path) * round_ms))
-        return emitted / len(path)
+        found[arm][_CALCULATED][length].append((1e3 * emitted, len(path) * round_ms))
 
     steps = {rows: step("target", length, rows)
              for rows in {1, few, *(each.max_depth + 1 for each in sparse.values())}}  # fmt: skip
@@ -423,22 +444,47 @@ def _stack(
     }  # fmt: skip
     for number in counted(range(bench.args.texts)):
         text = bench.continued(number)[length]
-        found["target"]["tokens/s, calculated"][length].append((1e3, steps[1]))
-        smaller = dict[int, tuple[float, float]]()  # tokens and milliseconds of a draft, by budget
+        found["target"][_CALCULATED][length].append((1e3, steps[1]))
+        drafts = dict[int, float]()  # milliseconds of one, by budget
         for budget in bench.args.budgets:
             drafter.under("chunk_topk", budget)
             path = list(bench.path(drafter, text))
-            ms = float(np.median([each.ms for each in path]))
-            smaller[budget] = add(f"{name}, {budget}", path, ms + steps[few]), ms
+            drafts[budget] = ms = float(np.median([each.ms for each in path]))
+            found[f"{name}, {budget}"]["ms of a draft"][length].append((ms, 1))
+            add(f"{name}, {budget}", path, ms + steps[few])
         whole = replay(bench.target, text.tokens[:length], text.continuation)
         for ratio, middle in sparse.items():
             arm, chain = f"sparse KV, {ratio:g}", middle.max_depth
             path, (one, checked) = list(bench.path(middle, whole)), behind[ratio]
             add(arm, path, chain * one + steps[chain + 1])
-            for budget, (tokens, ms) in smaller.items():
-                chain_ms = chain / tokens * (ms + checked)
-                add(f"TriForce, {budget}, {ratio:g}", path, chain_ms + steps[chain + 1])
-    return found
+            for budget, ms in drafts.items():
+                stack = f"TriForce, {budget}, {ratio:g}"
+                drafter.under("chunk_topk", budget)
+                inner = _rounds_for_chains(drafter, text, path)
+                drafted = sum(len(draft.tree.tokens) for draft in path)
+                found[stack]["accepted length for sparse KV"][length].append((drafted, inner))
+                chain_ms = inner / len(path) * (ms + checked)
+                add(stack, path, chain_ms + steps[chain + 1])
+    single = [arm for arm in found if "TriForce" not in arm]
+    best = max(single, key=lambda arm: estimate(found[arm][_CALCULATED][length])[1])
+    return {best: found[best], **found}
+
+
+def _rounds_for_chains(drafter: BudgetDrafter, text: TargetRecording, path: Sequence[Round]) -> int:
+    """The rounds in which a small model drafts the chains of the rounds along a text."""
+    tokens, length, count = text.tokens, text.prompt_length + 1, 0
+    sequence = drafter.start(
+        GenerationInfo(tokens[:length], length - 1, text.vocab_size, text.sampling)
+    )
+    sequence.begin_round()
+    for draft in path:
+        count += drafter.rounds_for(sequence, draft.tree.tokens)
+        emitted = tokens[length : length + draft.accepted + 1]
+        length += len(emitted)
+        sequence.extend(Update(emitted, committed_length=length - 1))
+        sequence.warm(len(emitted))
+    sequence.close()
+    return count
 
 
 def _attention(bench: Bench) -> None:
