@@ -114,9 +114,9 @@ def figures(found: Samples) -> dict[str, Any]:
                 others = first.get(measure, {}).get(x, [])
                 if measures is not first and any(above for above, _ in others):
                     lines[1][f"{x:g}"] = estimate(pairs, others)
-            for kind, each in zip(entry.values(), lines, strict=True):
-                if each:
-                    kind.setdefault(arm, {})[measure] = each
+            for kind, values in zip(entry.values(), lines, strict=True):
+                if values:
+                    kind.setdefault(arm, {})[measure] = values
     return entry
 
 
@@ -136,7 +136,7 @@ class PolicyKv(RecordedKv):
         text.cache.reserve(MAX_TREE_NODES)
         self.capacity, self.device = text.cache.capacity, torch.device(target.device)
         self._target, self._text = target, text
-        self._layers = [each % target.config.layers for each in drafter.needs.kv_layers]
+        self._layers = [index % target.config.layers for index in drafter.needs.kv_layers]
         self._policy = load_policy(drafter.needs.kv_options.kv_policy)(self, self._layers)
         self._chosen: list[Tensor] = []
         end = text.prompt_length
@@ -211,12 +211,12 @@ def _chances(
     2)."""
     logits = _run_tree(target, text, length, chain)[: len(chain.tokens)]
     wanted = (logits / text.sampling.temperature).softmax(-1).numpy()
-    found = []
+    chances = []
     for p, token, drawn in zip(wanted, chain.tokens, chain.proposals, strict=True):
         both = np.minimum(p[drawn.tokens], drawn.probabilities).sum()
         q = drawn.probabilities[drawn.tokens == token].sum()
-        found.append((float(both), min(1.0, float(p[token] / q))))
-    return tuple(found)
+        chances.append((float(both), min(1.0, float(p[token] / q))))
+    return tuple(chances)
 
 
 def recycled(target: Decoder, text: TargetRecording) -> Iterator[Round]:
@@ -322,12 +322,15 @@ class Bench:
             self.console.log(f"{title}: already in {self.results.file}")
             return
         began = time.monotonic()
-        found = measure()
-        if isinstance(found, Coroutine):
-            found = uvloop.run(found)
-        measured = figures(found)
+        collected = measure()
+        if isinstance(collected, Coroutine):
+            collected = uvloop.run(collected)
+        measured = figures(collected)
         lengths = (
-            len(each) for arm in found.values() for line in arm.values() for each in line.values()
+            len(pairs)
+            for arm in collected.values()
+            for line in arm.values()
+            for pairs in line.values()
         )
         facts = {"panel": panel, "weights": self.weights, "texts": max(lengths, default=0)}
         facts["minutes"] = round((time.monotonic() - began) / 60, 1)
@@ -352,7 +355,7 @@ class Bench:
 
     def given(self, default: Mapping[str, str]) -> dict[str, str]:
         """Specifications by name: those of `--drafter`, else these."""
-        specs = dict(each.split("=", 1) for each in self.args.drafter) or dict(default)
+        specs = dict(spec.split("=", 1) for spec in self.args.drafter) or dict(default)
         self.results.uses(specs)
         return specs
 
@@ -360,7 +363,7 @@ class Bench:
         """The prompts of `--prompts`, or short ones of the table in turn; `--texts` of them."""
         files = self.args.prompts or [PROMPTS / f"{name}.jsonl" for name in SHORT]
         rows = zip_longest(*read(files, self.source, self.args.tokens).values())
-        ids = (each.ids for row in rows for each in row if each is not None)
+        ids = (prompt.ids for row in rows for prompt in row if prompt is not None)
         return list(islice(ids, self.args.texts))
 
     def documents(self, length: int) -> list[list[int]]:
@@ -378,7 +381,7 @@ class Bench:
     @cached_property
     def _long_prompts(self) -> list[list[int]]:
         files = self.args.prompts or [PROMPTS / "long.jsonl"]
-        return [each.ids for texts in read(files, self.source, 0).values() for each in texts]
+        return [prompt.ids for texts in read(files, self.source, 0).values() for prompt in texts]
 
     def continued(self, number: int) -> dict[int, TargetRecording]:
         """What the target writes behind the first tokens of a document, by their number: at each of
@@ -427,7 +430,7 @@ class Bench:
     def contexts(self) -> list[int]:
         """Those of `--contexts` that fit the target with an answer."""
         room = self.source.config().max_position - self.args.tokens
-        return [each for each in self.args.contexts if each <= room]
+        return [length for length in self.args.contexts if length <= room]
 
     @torch.inference_mode()
     def along(
@@ -436,7 +439,7 @@ class Bench:
         """Let the target answer each prompt, and every drafter draft along the answer, for
         rejection sampling if asked; its rounds are accepted by equality still."""
         drafters = {name: self.drafter(spec) for name, spec in specs.items() if spec != RECYCLE}
-        layers = {n for each in drafters.values() for n in each.needs.hidden_state_layers}
+        layers = {n for drafter in drafters.values() for n in drafter.needs.hidden_state_layers}
         for number, prompt in enumerate(counted(prompts), 1):
             text = write_answer(
                 self.target, self.source, prompt, self.args.tokens, self.args.temperature,
@@ -454,10 +457,10 @@ class Bench:
         if spec not in self._drafters:
             method, _, rest = spec.partition(":")
             given = f"drafter={f'selfspec:{rest}' if method == QUEST else spec}"
-            [(_, found)] = load_drafters([given], self.models.target)
+            [(_, drafter)] = load_drafters([given], self.models.target)
             if method == QUEST:
-                use_quest(cast(SelfSpecDrafter, found))
-            self._drafters[spec] = found
+                use_quest(cast(SelfSpecDrafter, drafter))
+            self._drafters[spec] = drafter
         return self._drafters[spec]
 
     def path(self, drafter: Drafter, text: TargetRecording) -> Iterator[Round]:
@@ -478,11 +481,11 @@ class Bench:
         self, by: str, prompts: Sequence[list[int]], specs: Mapping[tuple[str, float], str]
     ) -> Samples:
         """Accepted length of drafters by arm and place on the x axis, which `by` names."""
-        found = samples()
+        measured = samples()
         for (arm, x), path in self.along(prompts, specs):
-            pair = sum(each.accepted + 1 for each in path), len(path)
-            found[arm][f"{LENGTH} by {by}"][x].append(pair)
-        return found
+            pair = sum(draft.accepted + 1 for draft in path), len(path)
+            measured[arm][f"{LENGTH} by {by}"][x].append(pair)
+        return measured
 
 
 def _words(line: Mapping[str, Sequence[float]]) -> str:

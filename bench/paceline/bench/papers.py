@@ -108,7 +108,7 @@ def _untrained(bench: Bench) -> dict[str, str]:
     return {
         "ngram": "ngram", RECYCLE: RECYCLE, "lm": small,
         "lm-512": f"{small},context=512,keep=budget,kv_policy=chunk_topk",
-        **{each: _selfspec(bench, each, 0.07) for each in ("streaming", QUEST, "verified")},
+        **{policy: _selfspec(bench, policy, 0.07) for policy in ("streaming", QUEST, "verified")},
     }  # fmt: skip
 
 
@@ -120,15 +120,15 @@ def _trained(bench: Bench) -> dict[str, str]:
                      "-paper-tree": ",context=0,widths=4,16,16,16,16,max_nodes=68"},
         "dspark": {"": ",widths=4,4,2,max_nodes=8"},
     }  # fmt: skip
-    found = dict[str, str]()
+    specs = dict[str, str]()
     if not bench.shipped.is_dir():
         bench.console.log(f"no drafters trained for SmolLM2: {bench.shipped} is not in this folder")
     for method in ("longspec", "dspark", "eagle3", "mtp"):
         folder = bench.shipped / method
         if folder.is_dir() and _made_for(folder, bench.models.target):
             for name, more in options.get(method, {"": ""}).items():
-                found[method + name] = f"{method}:{folder},target={bench.models.target}{more}"
-    return found
+                specs[method + name] = f"{method}:{folder},target={bench.models.target}{more}"
+    return specs
 
 
 def _made_for(folder: Path, target: Path) -> bool:
@@ -151,27 +151,27 @@ async def _serve(
 
     Rounds count from the second one with a draft: a drafter reads the prompt before the first.
     """
-    found = samples()
+    measured = samples()
     arms = [NONE, *specs]
     for arm in arms:
-        found[arm] = found[arm]
+        measured[arm] = measured[arm]
     engine = _services(bench, specs, always=True, reuse=True)
     async with engine:
         for number, prompt in enumerate(counted(prompts)):
             for arm in _in_turn(arms, number):
                 request = AnswerRequest(prompt, bench.args.tokens, bench.args.temperature, number)
                 answer = await engine.answer(arm, request)
-                rounds, mine = answer.stats.rounds, found[arm]
-                read = next((n for n, each in enumerate(rounds, 1) if each.drafted), 0)
+                rounds, measures = answer.stats.rounds, measured[arm]
+                read = next((n for n, stats in enumerate(rounds, 1) if stats.drafted), 0)
                 part = Stats(rounds[read:])
-                tokens = sum(each.emitted for each in part.rounds)
-                mine["tokens/s"][x].append((1e3 * tokens, part.round_ms))
-                mine["verify ms"][x].append((part.verify_ms, part.steps))
+                tokens = sum(stats.emitted for stats in part.rounds)
+                measures["tokens/s"][x].append((1e3 * tokens, part.round_ms))
+                measures["verify ms"][x].append((part.verify_ms, part.steps))
                 if arm != NONE:
-                    mine["draft ms"][x].append((part.draft_ms, part.steps))
+                    measures["draft ms"][x].append((part.draft_ms, part.steps))
                     drafted = tokens - part.free_run_tokens
-                    mine[LENGTH][x].append((drafted, part.drafted_rounds))
-    return found
+                    measures[LENGTH][x].append((drafted, part.drafted_rounds))
+    return measured
 
 
 def _services(bench: Bench, specs: Mapping[str, str], **options: bool) -> PacelineServices:
@@ -190,7 +190,7 @@ def _load(bench: Bench) -> None:
 
 async def _serve_users(bench: Bench, specs: Mapping[str, str], users: int) -> Samples:
     """Speed of all and of each, and drafted tokens that a step checks for a request."""
-    found = samples()
+    measured = samples()
     new = partial(_services, bench, specs)
     prompts = bench.prompts()
     groups = [prompts[at : at + users] for at in range(0, len(prompts) - users + 1, users)]
@@ -198,21 +198,25 @@ async def _serve_users(bench: Bench, specs: Mapping[str, str], users: int) -> Sa
         known = {NONE, *specs, *always.modes}  # without local sources there is no other
         arms = [(e, mode) for e in (controlled, always) for mode in e.modes if mode in known]
         for _, arm in arms:
-            found[arm] = found[arm]
+            measured[arm] = measured[arm]
         for number, group in enumerate(counted(groups)):
             sampling = bench.args.tokens, bench.args.temperature, number
             requests = [AnswerRequest(prompt, *sampling) for prompt in group]
             for engine, arm in _in_turn(arms, number):
-                answers = await asyncio.gather(*(engine.answer(arm, each) for each in requests))
-                mine = found[arm]
-                seconds = max(each.ended for each in answers) - min(each.first for each in answers)
-                mine["tokens/s"][users].append((sum(e.tokens - 1 for e in answers), seconds))
+                answers = await asyncio.gather(
+                    *(engine.answer(arm, request) for request in requests)
+                )
+                measures = measured[arm]
+                seconds = max(answer.ended for answer in answers) - min(
+                    answer.first for answer in answers
+                )
+                measures["tokens/s"][users].append((sum(e.tokens - 1 for e in answers), seconds))
                 rates = [(e.tokens - 1) / max(e.ended - e.first, 1e-9) for e in answers]
-                mine["tokens/s a user"][users].append((sum(rates), users))
-                checked = sum(each.stats.checked for each in answers)
-                steps = sum(each.stats.steps for each in answers)
-                mine["nodes a request and step"][users].append((checked, max(1, steps)))
-    return found
+                measures["tokens/s a user"][users].append((sum(rates), users))
+                checked = sum(answer.stats.checked for answer in answers)
+                steps = sum(answer.stats.steps for answer in answers)
+                measures["nodes a request and step"][users].append((checked, max(1, steps)))
+    return measured
 
 
 def _dspark(bench: Bench) -> None:
@@ -224,32 +228,32 @@ def _dspark(bench: Bench) -> None:
     specs = {name: f"{spec},widths=1,min_survival=0" for name, spec in given.items()}
 
     def measure(rejection: bool) -> Samples:
-        found, chains = samples(), defaultdict[str, list[Outcomes]](list)
+        measured, chains = samples(), defaultdict[str, list[Outcomes]](list)
         for name, path in bench.along(bench.prompts(), specs, rejection=rejection):
             if not path:
                 continue  # the answer ended before a draft
-            rounds = [_outcomes(each) for each in path]
+            rounds = [_outcomes(draft) for draft in path]
             chains[name].append(np.concatenate(rounds))
-            mine = found[name]
-            mine["draft ms"][0].append((float(np.median([each.ms for each in path])), 1))
-            kept = [each[:, 1] * each[:, 2] for each in rounds]
-            mine[LENGTH][0].append((len(path) + float(np.concatenate(kept).sum()), len(path)))
+            measures = measured[name]
+            measures["draft ms"][0].append((float(np.median([draft.ms for draft in path])), 1))
+            kept = [outcomes[:, 1] * outcomes[:, 2] for outcomes in rounds]
+            measures[LENGTH][0].append((len(path) + float(np.concatenate(kept).sum()), len(path)))
             for level in range(bench.drafter(specs[name]).max_depth):
                 passed, reached = (
-                    sum(float(each[level]) for each in lines if len(each) > level)
-                    for lines in (kept, [each[:, 2] for each in rounds])
+                    sum(float(values[level]) for values in lines if len(values) > level)
+                    for lines in (kept, [outcomes[:, 2] for outcomes in rounds])
                 )
-                mine["acceptance by position"][level + 1].append((passed, reached))
+                measures["acceptance by position"][level + 1].append((passed, reached))
             for threshold in np.arange(0.0, 1.0, 0.1):
-                sent = [int((np.cumprod(each[:, 0]) >= threshold).sum()) for each in rounds]
+                sent = [int((np.cumprod(outcomes[:, 0]) >= threshold).sum()) for outcomes in rounds]
                 pairs = zip(kept, sent, strict=True)
-                accepted = float(sum(each[:count].sum() for each, count in pairs))
-                mine["accepted share by threshold"][threshold].append((accepted, sum(sent)))
+                accepted = float(sum(shares[:count].sum() for shares, count in pairs))
+                measures["accepted share by threshold"][threshold].append((accepted, sum(sent)))
                 tokens = accepted + len(path), len(path)
-                mine["tokens a round by threshold"][threshold].append(tokens)
+                measures["tokens a round by threshold"][threshold].append(tokens)
         for name, texts in chains.items():
-            _calibrate(found[name], texts)
-        return found
+            _calibrate(measured[name], texts)
+        return measured
 
     heat = bench.args.temperature
     title = f"short prompts, {bench.weights}" + (f", T = {heat:g}" if heat else "")
@@ -375,8 +379,8 @@ def _budget(bench: Bench) -> None:
     (BudgetDraft, algorithm 2 and figure 1)."""
     _, drafter = _small_model(bench)
     policies = bench.args.policies or ["chunk_topk"]
-    arms = {f"{each}, {budget}": (each, budget)
-            for each, budget in product(policies, bench.args.budgets)}  # fmt: skip
+    arms = {f"{policy}, {budget}": (policy, budget)
+            for policy, budget in product(policies, bench.args.budgets)}  # fmt: skip
     arms = {"all": (policies[0], 0), **arms}
     for length in bench.contexts():
         measure = partial(_draft_under, bench, drafter, arms, length)
@@ -387,17 +391,17 @@ def _budget(bench: Bench) -> None:
 def _draft_under(
     bench: Bench, drafter: BudgetDrafter, arms: Mapping[str, tuple[str, int]], length: int
 ) -> Samples:
-    found = samples()
+    measured = samples()
     for number in counted(range(bench.args.texts)):
         text = bench.continued(number)[length]
         for arm, (policy, budget) in arms.items():
             drafter.under(policy, budget)
             path = list(bench.path(drafter, text))
-            accepted = sum(each.accepted for each in path)
-            drafted = sum(len(each.tree.tokens) for each in path)
-            found[arm][LENGTH][length].append((accepted + len(path), len(path)))
-            found[arm]["accepted share"][length].append((accepted, drafted))
-    return found
+            accepted = sum(draft.accepted for draft in path)
+            drafted = sum(len(draft.tree.tokens) for draft in path)
+            measured[arm][LENGTH][length].append((accepted + len(path), len(path)))
+            measured[arm]["accepted share"][length].append((accepted, drafted))
+    return measured
 
 
 def _triforce(bench: Bench) -> None:
@@ -422,35 +426,37 @@ def _stack(
     bench: Bench, engine: PacelineEngine, name: str, drafter: BudgetDrafter,
     sparse: Mapping[float, Drafter], length: int,
 ) -> Samples:  # fmt: skip
-    found, few = samples(), drafter.max_depth + 1
+    measured, few = samples(), drafter.max_depth + 1
 
     def step(arm: str, context: int, rows: int) -> float:
         cache = engine.synthetic_cache(context)
         ms = min(_milliseconds(partial(engine.step, cache, rows)) for _ in range(_REPEATS))
-        found[arm]["ms of a step by rows"][rows].append((ms, 1))
+        measured[arm]["ms of a step by rows"][rows].append((ms, 1))
         return ms
 
     def add(arm: str, path: Sequence[Round], round_ms: float) -> None:
         """Record the rounds of a text."""
-        emitted = sum(each.accepted + 1 for each in path)
-        found[arm][LENGTH][length].append((emitted, len(path)))
-        found[arm][_CALCULATED][length].append((1e3 * emitted, len(path) * round_ms))
+        emitted = sum(draft.accepted + 1 for draft in path)
+        measured[arm][LENGTH][length].append((emitted, len(path)))
+        measured[arm][_CALCULATED][length].append((1e3 * emitted, len(path) * round_ms))
 
-    steps = {rows: step("target", length, rows)
-             for rows in {1, few, *(each.max_depth + 1 for each in sparse.values())}}  # fmt: skip
+    steps = {
+        rows: step("target", length, rows)
+        for rows in {1, few, *(middle.max_depth + 1 for middle in sparse.values())}
+    }
     behind = {
         ratio: [step(f"sparse KV, {ratio:g}", max(32, int(ratio * length)), rows)
                 for rows in (1, few)] for ratio in sparse
     }  # fmt: skip
     for number in counted(range(bench.args.texts)):
         text = bench.continued(number)[length]
-        found["target"][_CALCULATED][length].append((1e3, steps[1]))
+        measured["target"][_CALCULATED][length].append((1e3, steps[1]))
         drafts = dict[int, float]()  # milliseconds of one, by budget
         for budget in bench.args.budgets:
             drafter.under("chunk_topk", budget)
             path = list(bench.path(drafter, text))
-            drafts[budget] = ms = float(np.median([each.ms for each in path]))
-            found[f"{name}, {budget}"]["ms of a draft"][length].append((ms, 1))
+            drafts[budget] = ms = float(np.median([draft.ms for draft in path]))
+            measured[f"{name}, {budget}"]["ms of a draft"][length].append((ms, 1))
             add(f"{name}, {budget}", path, ms + steps[few])
         whole = replay(bench.target, text.tokens[:length], text.continuation)
         for ratio, middle in sparse.items():
@@ -462,12 +468,12 @@ def _stack(
                 drafter.under("chunk_topk", budget)
                 inner = _rounds_for_chains(drafter, text, path)
                 drafted = sum(len(draft.tree.tokens) for draft in path)
-                found[stack]["accepted length for sparse KV"][length].append((drafted, inner))
+                measured[stack]["accepted length for sparse KV"][length].append((drafted, inner))
                 chain_ms = inner / len(path) * (ms + checked)
                 add(stack, path, chain_ms + steps[chain + 1])
-    single = [arm for arm in found if "TriForce" not in arm]
-    best = max(single, key=lambda arm: estimate(found[arm][_CALCULATED][length])[1])
-    return {best: found[best], **found}
+    single = [arm for arm in measured if "TriForce" not in arm]
+    best = max(single, key=lambda arm: estimate(measured[arm][_CALCULATED][length])[1])
+    return {best: measured[best], **measured}
 
 
 def _rounds_for_chains(drafter: BudgetDrafter, text: TargetRecording, path: Sequence[Round]) -> int:
@@ -520,7 +526,7 @@ def _native(q: Tensor, keys: Tensor, values: Tensor, plan: TreePlan) -> Callable
 
 
 def _attend(bench: Bench, config: DecoderConfig, rows: int) -> Samples:
-    found = samples()
+    measured = samples()
     scale = config.head_dim**-0.5
     parents = tuple((node - 1) // 2 if node else -1 for node in range(rows))  # a binary tree
     for context in bench.args.contexts:
@@ -533,7 +539,7 @@ def _attend(bench: Bench, config: DecoderConfig, rows: int) -> Samples:
         plan = plan_trees([block])
         mask = torch.ones(rows, stop, dtype=torch.bool)
         mask[:, context:] = torch.from_numpy(block.ancestors())
-        queries, k, v = (each[None] for each in (q.transpose(0, 1), keys, values))
+        queries, k, v = (tensor[None] for tensor in (q.transpose(0, 1), keys, values))
         sdpa = partial(
             scaled_dot_product_attention, queries, k, v, mask, scale=scale, enable_gqa=True
         )
@@ -544,8 +550,8 @@ def _attend(bench: Bench, config: DecoderConfig, rows: int) -> Samples:
         for _ in range(bench.args.texts):
             for name, way in ways.items():
                 shortest = min(_milliseconds(way) for _ in range(_REPEATS))
-                found[name]["ms by tokens of context"][context].append((shortest, 1))
-    return found
+                measured[name]["ms by tokens of context"][context].append((shortest, 1))
+    return measured
 
 
 def _milliseconds(action: Callable[[], object]) -> float:

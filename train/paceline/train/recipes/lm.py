@@ -53,7 +53,7 @@ class BudgetPreset:
         """How often each budget is drawn; 0.4, 0.3, 0.2 and 0.1 of four, the smallest first."""
         rising = sorted(self.budgets)
         total = sum(range(1, len(rising) + 1))
-        return {each: (len(rising) - at) / total for at, each in enumerate(rising)}
+        return {budget: (len(rising) - at) / total for at, budget in enumerate(rising)}
 
 
 LM_PRESETS: dict[str, BudgetPreset] = {
