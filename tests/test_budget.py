@@ -17,7 +17,7 @@ BUDGET = {
     "services/drafter": 9_984,
     "client": 17_644,
     "train": 6_088,
-    "bench": 6_724,
+    "bench": 6_733,
     "tests": 49_328,
 }  # maximum number of lines
 SLACK = 0.01  # a folder that is smaller than its budget by a larger share lowers it

@@ -100,11 +100,11 @@ def estimate(pairs: Pairs, other: Pairs | None = None) -> list[float]:
     return [round(float(value), 3) for value in (low, ratios[0], high)]
 
 
-def figures(found: Samples) -> dict[str, Any]:
+def figures(measured: Samples) -> dict[str, Any]:
     """Of a result file: ``arms`` by measure and place, and ``over``, each over the first arm."""
     entry: dict[str, Any] = {"arms": {}, "over": {}}
-    first = next(iter(found.values()), {})
-    for arm, measures in found.items():
+    first = next(iter(measured.values()), {})
+    for arm, measures in measured.items():
         for measure, line in measures.items():
             lines: list[dict[str, list[float]]] = [{}, {}]
             for x, pairs in line.items():

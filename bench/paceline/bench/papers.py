@@ -274,7 +274,7 @@ def _outcomes(chain: Round) -> Outcomes:
     return np.array(rows).reshape(-1, 3)
 
 
-def _calibrate(mine: dict[str, dict[float, Pairs]], texts: Sequence[Outcomes]) -> None:
+def _calibrate(measures: dict[str, dict[float, Pairs]], texts: Sequence[Outcomes]) -> None:
     """Add the acceptance of tokens by tenths of the confidence, the expected calibration error over
     these, and the area under the ROC curve within texts."""
     gaps = np.zeros((len(texts), _TENTHS))
@@ -283,17 +283,17 @@ def _calibrate(mine: dict[str, dict[float, Pairs]], texts: Sequence[Outcomes]) -
         counts = np.bincount(tenth, weight, _TENTHS)
         for measure, values in (("acceptance", right), ("mean confidence", said)):
             for at, total in enumerate(np.bincount(tenth, values * weight, _TENTHS)):
-                line = mine[f"{measure} by confidence"]
+                line = measures[f"{measure} by confidence"]
                 line[at / _TENTHS].append((float(total), float(counts[at])))
         gaps[number] = np.bincount(tenth, (said - right) * weight, _TENTHS)
         good, bad = right * weight, (1 - right) * weight
         above = (said[:, None] > said) + (said[:, None] == said) / 2
         np.fill_diagonal(above, 0)  # a token is not compared with itself
         pairs = good.sum() * bad.sum() - good @ bad
-        mine["AUC within texts"][0].append((float(good @ above @ bad), float(pairs)))
+        measures["AUC within texts"][0].append((float(good @ above @ bad), float(pairs)))
     signs = np.sign(gaps.sum(0))
     for text, gap in zip(texts, gaps, strict=True):
-        mine["ECE"][0].append((float(gap @ signs), float(text[:, 2].sum())))
+        measures["ECE"][0].append((float(gap @ signs), float(text[:, 2].sum())))
 
 
 def _selection(bench: Bench) -> None:
