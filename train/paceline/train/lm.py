@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate import PartialState
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import DynamicCache
@@ -209,7 +210,8 @@ def greedy_texts(
     begun, length = run.work / _BEGUN, preset.prefix
     file.parent.mkdir(parents=True, exist_ok=True)
     file.touch()
-    texts: list[list[int]] = [json.loads(line) for line in file.read_text().splitlines()]
+    lines = file.read_text().splitlines()[: preset.texts]
+    texts: list[list[int]] = [json.loads(line) for line in lines]
     if begun.is_file():
         return texts[: int(begun.read_text())]
     pieces = random_prompts(documents, preset.texts, np.random.default_rng(0), length)
@@ -220,10 +222,10 @@ def greedy_texts(
     writing = write_texts(decoder, tasks, None, together=max(1, _TOGETHER // (length + new)))
     for number, written in phase.take(writing):
         texts.append([*tasks[number].prompt, *written])
-        with file.open("a") as lines:
-            lines.write(json.dumps(texts[-1]) + "\n")
+        with file.open("a") as opened:
+            opened.write(json.dumps(texts[-1]) + "\n")
     begun.write_text(str(len(texts)))
-    return texts[: preset.texts]
+    return texts
 
 
 @dataclass
@@ -249,7 +251,8 @@ class LmTrainer:
         trained, heldout = (encode_all(tokenizer, part) for part in (corpus.train, corpus.heldout))
         digests = [document.sha256 for document in corpus.train]
         facts = weights_fingerprint(self.target), preset.prefix, preset.continuation, *digests
-        texts = greedy_texts(decoder, trained, preset, cache_file("texts", facts), run)
+        with PartialState(cpu=torch.device(run.device).type == "cpu").main_process_first():
+            texts = greedy_texts(decoder, trained, preset, cache_file("texts", facts), run)
         torch.manual_seed(0)
         dtype = torch.bfloat16 if preset.rank and run.bf16 else torch.float32
         model = TrainedModel(load_model(start, dtype).to(run.device), preset.rank)
