@@ -16,9 +16,9 @@ BUDGET = {
     "services/verifier": 10_209,
     "services/drafter": 9_984,
     "client": 17_644,
-    "train": 6_091,
+    "train": 6_100,
     "bench": 6_733,
-    "tests": 49_328,
+    "tests": 49_330,
 }  # maximum number of lines
 SLACK = 0.01  # a folder that is smaller than its budget by a larger share lowers it
 _PRODUCT = ("kernels", "services", "client")

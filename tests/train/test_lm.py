@@ -85,10 +85,11 @@ def test_texts_are_the_targets_likeliest_and_written_once(
     documents = encode_all(load_tokenizer(target), corpus.train)
     decoder, file = load_decoder(target, "float32"), tmp_path / "texts.json"
 
-    def texts(run: str, count: int) -> list[list[int]]:
+    def texts(run: str, count: int, minutes: float = 60) -> list[list[int]]:
         preset = replace(PRESET, texts=count)
         (tmp_path / run).mkdir(exist_ok=True)
-        return greedy_texts(decoder, documents, preset, file, make_run(run, 2))
+        limited = make_run(run, 2, minutes=minutes)
+        return greedy_texts(decoder, lambda: documents, preset, file, limited)
 
     few = texts("few", 2)
     for text in few:
@@ -98,6 +99,7 @@ def test_texts_are_the_targets_likeliest_and_written_once(
         likeliest = dense(target)(torch.tensor([text])).logits[0].argmax(-1)
         assert likeliest[PREFIX - 1 : -1].tolist() == text[PREFIX:]
     lines = file.read_text().splitlines()
+    assert texts("late", 3, minutes=1e-9) == few, "none begins when the time is over"
     more = texts("more", 3)
     assert more[:2] == few == texts("few", 3)
     assert file.read_text().splitlines()[:2] == lines

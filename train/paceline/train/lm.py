@@ -10,8 +10,10 @@ that two CPU cores can train half a billion parameters.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -199,12 +201,13 @@ class BudgetLoss:
 
 
 def greedy_texts(
-    decoder: Decoder, documents: Documents, preset: BudgetPreset, file: Path, run: Run
+    decoder: Decoder, read: Callable[[], Documents], preset: BudgetPreset, file: Path, run: Run
 ) -> list[list[int]]:
     """Pieces of documents, each with what the target writes behind it greedily, whether or not it
     ends its text: `prefix + 1 + continuation` tokens.
 
     They are kept in `file`, which runs share; one that goes on reads those that it began with.
+    Documents are `read` where texts are missing, of which none begins when the time is over.
     Raises ValueError: no document is as long as a prefix.
     """
     begun, length = run.work / _BEGUN, preset.prefix
@@ -214,16 +217,21 @@ def greedy_texts(
     texts: list[list[int]] = [json.loads(line) for line in lines]
     if begun.is_file():
         return texts[: int(begun.read_text())]
-    pieces = random_prompts(documents, preset.texts, np.random.default_rng(0), length)
-    rules, new = SamplingRules(temperature=0.0), preset.continuation + 1
-    tasks = [Task(piece, rules, new) for piece in pieces[len(texts) :]]
-    phase = Phase("writing texts", preset.texts, len(texts), run.until(WRITING))
-    # They end in their order, as they are equally long and none ends before.
-    writing = write_texts(decoder, tasks, None, together=max(1, _TOGETHER // (length + new)))
-    for number, written in phase.take(writing):
-        texts.append([*tasks[number].prompt, *written])
-        with file.open("a") as opened:
-            opened.write(json.dumps(texts[-1]) + "\n")
+    if len(texts) < preset.texts:
+        pieces = random_prompts(read(), preset.texts, np.random.default_rng(0), length)[
+            len(texts) :
+        ]
+        rules, new = SamplingRules(temperature=0.0), preset.continuation + 1
+        phase = Phase("writing texts", preset.texts, len(texts), run.until(WRITING))
+        begins = takewhile(lambda _: not phase.over, pieces)
+        tasks = (Task(piece, rules, new) for piece in begins)
+        # They end in their order, as they are equally long and none ends before.
+        writing = write_texts(decoder, tasks, None, together=max(1, _TOGETHER // (length + new)))
+        for number, written in writing:
+            texts.append([*pieces[number], *written])
+            with file.open("a") as opened:
+                opened.write(json.dumps(texts[-1]) + "\n")
+            phase.add()
     begun.write_text(str(len(texts)))
     return texts
 
@@ -248,11 +256,11 @@ class LmTrainer:
         if tokenizer.get_vocab() != load_tokenizer(self.target).get_vocab():
             raise ValueError(f"{start} has other tokens than {self.target}: no model can draft so")
         decoder = load_target(self.target, "int8")
-        trained, heldout = (encode_all(tokenizer, part) for part in (corpus.train, corpus.heldout))
+        read = partial(encode_all, tokenizer, corpus.train)
         digests = [document.sha256 for document in corpus.train]
         facts = weights_fingerprint(self.target), preset.prefix, preset.continuation, *digests
         with PartialState(cpu=torch.device(run.device).type == "cpu").main_process_first():
-            texts = greedy_texts(decoder, trained, preset, cache_file("texts", facts), run)
+            texts = greedy_texts(decoder, read, preset, cache_file("texts", facts), run)
         torch.manual_seed(0)
         dtype = torch.bfloat16 if preset.rank and run.bf16 else torch.float32
         model = TrainedModel(load_model(start, dtype).to(run.device), preset.rank)
@@ -271,6 +279,7 @@ class LmTrainer:
             for budget in preset.budgets
         }
         drafter: Any = LmDrafterModel(start, model)
+        heldout = encode_all(tokenizer, corpus.heldout)
         recordings = write_after(decoder, heldout, preset.prefix, 0.0, _MEASURED_TEXTS)
         logged = Heldout(
             drafter, decoder, {"held out": recordings[:_LOGGED_TEXTS]},
