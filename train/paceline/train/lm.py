@@ -218,9 +218,8 @@ def greedy_texts(
     if begun.is_file():
         return texts[: int(begun.read_text())]
     if len(texts) < preset.texts:
-        pieces = random_prompts(read(), preset.texts, np.random.default_rng(0), length)[
-            len(texts) :
-        ]
+        draw = np.random.default_rng(0)
+        pieces = random_prompts(read(), preset.texts, draw, length)[len(texts) :]
         rules, new = SamplingRules(temperature=0.0), preset.continuation + 1
         phase = Phase("writing texts", preset.texts, len(texts), run.until(WRITING))
         begins = takewhile(lambda _: not phase.over, pieces)
