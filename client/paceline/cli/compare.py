@@ -105,7 +105,7 @@ def _add_measured_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _measured_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of `Client.generate` from those of `_add_measured_arguments`."""
+    """Return the arguments of `Client.generate` that `_add_measured_arguments` added."""
     return {name: getattr(args, name) for name in MEASURED}
 
 

@@ -103,7 +103,7 @@ def _served() -> Facts | None:
 
 
 def _with_torch() -> Facts:
-    set_torch_environment(None)  # the threads are those of a service
+    set_torch_environment(None)  # as many threads as a service has
     import torch
 
     from paceline.cuda.device import has_mps

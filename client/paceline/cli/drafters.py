@@ -341,7 +341,7 @@ def show(
 ) -> None:
     """Print versions of drafters, and the check of a loaded one.
 
-    `args` are those of `_add`; `default` is the name of the default drafter.
+    `args` has the arguments of `_add`; `default` is the name of the default drafter.
     """
     if args.json:
         checked = {"check": check} if check else {}
@@ -382,7 +382,7 @@ def _state(info: drafter_pb2.DrafterInfo) -> str:
 
 
 def show_list(response: drafter_pb2.ListDraftersResponse, args: argparse.Namespace) -> None:
-    """Print all versions, and the verifiers that were joined; `args` are those of `_add`."""
+    """Print all versions, and the verifiers that were joined; `args` are `_add`'s."""
     if args.json:
         listing = {
             "drafters": [_as_dict(info) for info in response.drafters],

@@ -74,7 +74,7 @@ def _open_streams() -> None:
             os.fstat(number)
             file = os.devnull  # another file, where Python has found the stream closed
         except OSError:
-            # The lowest free number: that of the stream, as those below are open.
+            # The lowest free number is the stream's, as those below are open.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
         if getattr(sys, name) is None:
             mode, owned = "w" if number else "r", file is not number

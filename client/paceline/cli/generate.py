@@ -38,8 +38,8 @@ _TYPES: dict[str, dict[str, Any]] = {
     "bool": {"action": "store_true"},
     "str | Sequence[str]": {"action": "append", "metavar": "TEXT"},
     "Sequence[int]": {"action": "append", "type": int, "metavar": "ID"},
-}  # arguments by the type of the parameter; those of other types have no argument
-_ALIASES = {"max-new-tokens": ("--max-tokens",)}  # other names of arguments, those of OpenAI's API
+}  # arguments by the type of the parameter; parameters of other types have none
+_ALIASES = {"max-new-tokens": ("--max-tokens",)}  # other names of arguments, as in OpenAI's API
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -112,7 +112,7 @@ def add_generation_arguments(
 
 
 def generation_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """Return keyword arguments of `Client.generate` from those of `add_generation_arguments`.
+    """Return keyword arguments of `Client.generate` from what `add_generation_arguments` added.
     Raises OSError if the schema's file cannot be read."""
     names = {field.name for field in dataclasses.fields(GenerationOptions)}
     options = {name: value for name, value in vars(args).items() if name in names}

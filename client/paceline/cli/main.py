@@ -135,7 +135,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `paceline` with `argv` (default: that of the process); returns the exit code."""
+    """Run `paceline` with `argv` (default: the process's); returns the exit code."""
     try:
         with prepared():
             return _main([*(sys.argv[1:] if argv is None else argv)])
@@ -189,7 +189,7 @@ def _main(argv: list[str]) -> int:
 def build_parser(expanded: Collection[Command]) -> argparse.ArgumentParser:
     """Return the parser of all commands; those in `expanded` have their arguments.
 
-    Among several, those of a package that is not installed get no arguments.
+    Among several, commands of a package that is not installed get no arguments.
     """
     parser = _Parser(
         prog="paceline",

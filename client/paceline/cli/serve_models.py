@@ -28,7 +28,7 @@ logger = logging.getLogger("paceline.cli")
 
 
 _MAX_BESIDE = 4  # models whose KV has room beside each other
-_WITH_DRAFTER = 1.5  # memory for a model's weights and those of a drafter of at most half its size
+_WITH_DRAFTER = 1.5  # memory for the weights of a model and of a drafter of at most half its size
 _PROCESS_BYTES = 512 << 20  # of the processes of a model, besides weights and KV
 
 State: TypeAlias = Literal["unloaded", "loading", "loaded", "unloading"]

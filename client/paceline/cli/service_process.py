@@ -245,7 +245,7 @@ def stop_with_stdin() -> None:
     """Send SIGTERM to this process when its standard input closes."""
 
     def wait() -> None:
-        while os.read(0, 4096):  # in a fork `sys.stdin` is that of the parent
+        while os.read(0, 4096):  # in a fork `sys.stdin` is the parent's
             pass
         os.kill(os.getpid(), signal.SIGTERM)
 

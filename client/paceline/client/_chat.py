@@ -86,7 +86,7 @@ def render_chat(
 ) -> Prompt:
     """Return a conversation's prompt, with special tokens as text, for `Model.encode_rendered`.
 
-    It is that of transformers' `apply_chat_template`. What the template does not show becomes text
+    It is as from transformers' `apply_chat_template`. What the template does not show becomes text
     in the form of the Hermes models: tools, calls, their results. Role "developer" is the same as
     "system". Messages that the template refuses in their order, or leaves out, are arranged in
     other ways: system messages become a part of the first one, or turns of the user; turns are

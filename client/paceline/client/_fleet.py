@@ -36,7 +36,7 @@ _NAMES_MAX_AGE = 5.0  # DNS names are resolved again after this time, in seconds
 # A verifier that has not answered for this long is not waited for if there are others. Unit: s.
 PATIENCE = 1.0
 # A verifier with the prefix of a text is preferred while it runs at most this many generations
-# more than twice those of the least busy one.
+# more than twice the least busy one's.
 _HEADROOM = 4
 _MAX_CHUNKS = 1 << 16
 
@@ -135,7 +135,7 @@ class Verifier:
 
     @property
     def load(self) -> int:
-        """Number of running generations: those of this client, and others as it told last."""
+        """Number of running generations: this client's, and others as it told last."""
         return self.running + self._others
 
     @property
@@ -355,7 +355,7 @@ class Pool:
 class Fleet:
     """The verifiers of a client. One verifier is a fleet of one.
 
-    The target is that of the first verifier that answers. Verifiers of another one are refused
+    The first verifier that answers decides the target. Verifiers of another one are refused
     until no verifier of the list was last seen with this one.
     """
 

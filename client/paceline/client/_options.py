@@ -234,7 +234,7 @@ class GenerationOptions(Sampling):
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions(GenerationOptions):
-    """The keyword arguments of `Client.chat`: those of `Client.generate`, and these."""
+    """The keyword arguments of `Client.chat`: `Client.generate`'s, and these."""
 
     tools: Sequence[Mapping[str, Any]] = ()
     """Functions that the model may call, in the form of OpenAI's API."""

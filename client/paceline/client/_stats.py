@@ -242,7 +242,7 @@ class Stats:
 
     @property
     def speedup(self) -> float | None:
-        """Speed of the rounds over that of plain decoding, at most the tokens of a step.
+        """Speed of the rounds over plain decoding's, at most the tokens of a step.
 
         By the plain steps of the text itself, if it has enough, else an estimate by those that the
         verifier's process measured. None: nothing was drafted, or too few were measured.

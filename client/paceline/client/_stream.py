@@ -345,7 +345,7 @@ class TokenStream:
         await self._attempts.pause(error)
 
     async def _choose(self, avoid: Collection[Verifier]) -> Verifier:
-        """The verifier for the next cache: that of the parent, or the fleet's choice. Those in
+        """Return the verifier for the next cache: the parent's, or the fleet's choice. Those in
         `avoid` are chosen only if there are no others.
 
         Raises:

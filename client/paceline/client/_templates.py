@@ -449,7 +449,7 @@ _ARRANGEMENTS = (
 
 def _up_to_tag(text: str, final: str) -> str:
     """Return a rendered conversation up to the tag behind its last message. White space at the end
-    is that of the message where the template keeps it."""
+    is the message's where the template keeps it."""
     at = text.rfind(_CONTINUED.strip())
     if at < 0 or final.strip() not in text:
         raise TemplateRefusal(
@@ -665,7 +665,7 @@ def _serve(source: BinaryIO, sink: BinaryIO) -> None:
 def _main() -> None:
     """Render for the parent process, with as much memory as the first argument says, in bytes.
 
-    The limits are those of POSIX systems.
+    Such limits exist on POSIX systems alone.
     """
     import resource
     import signal

@@ -79,7 +79,7 @@ async def addresses_of(entry: str) -> dict[str, str]:
 
 
 async def _lookup(name: str, port: int) -> list[str]:
-    """Addresses of a name, those of IPv4 if it has any. Raises OSError if it has none."""
+    """Return a name's addresses, only IPv4 ones if it has any. Raises OSError if it has none."""
     infos = await asyncio.get_running_loop().getaddrinfo(name, port, type=socket.SOCK_STREAM)
     hosts = [(family, address[0]) for family, *_, address in infos]
     ipv4 = [f"{host}:{port}" for family, host in hosts if family == socket.AF_INET]
@@ -134,7 +134,7 @@ class Connections:
         Args:
             address: "host:port" or "unix:/path".
             name: DNS name that was resolved to the address: its certificate has this name, or the
-                `server_name` of the TLS options; empty: that of the address, "localhost" for a
+                `server_name` of the TLS options; empty: the address's, "localhost" for a
                 Unix socket.
         """
         Connections.pid = Connections.pid or os.getpid()

@@ -41,7 +41,7 @@ class GatewayOptions:
     model_name: str | None = option(
         None, "model name in requests (default: the name from the verifier)", metavar="NAME"
     )
-    chat_template: str | None = None  # Jinja template; None: that of the tokenizer
+    chat_template: str | None = None  # Jinja template; None: the tokenizer's
     max_body_bytes: int = option(
         4 << 20,
         "longest request body, such as 512KiB (default: 4MiB)",

@@ -1,4 +1,4 @@
-"""The requests of the gateway: OpenAI's fields, and those of other servers."""
+"""The requests of the gateway: OpenAI's fields, and other servers'."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class Message(Body):
 
 
 class InputFormat(Body):
-    """Which texts a custom tool takes: all, or those of a grammar."""
+    """Which texts a custom tool takes: all, or texts of a grammar."""
 
     type: Literal["text", "grammar"] = "text"
     syntax: Literal["lark", "regex"] = "lark"
@@ -202,7 +202,7 @@ class Tool(Body):
         return {"type": "", **present(self._sent)} | {"type": "function", "function": function}
 
     def as_function(self) -> Tool:
-        """Return the tool as a function; that of a custom tool has its input as only argument."""
+        """Return the tool as a function; a custom tool's has its input as only argument."""
         if self.type == "function":
             return self
         form = self.function.format or InputFormat()

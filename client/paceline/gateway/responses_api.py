@@ -38,7 +38,7 @@ _PARAMS = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
-}  # fields of a response by those of a chat
+}  # fields of a response by a chat's fields
 _WITH_RESULT = ("web_search_call", "file_search_call", "code_interpreter_call", "mcp_call")
 """Calls that OpenAI's own service answers: an item has both."""
 _CALLS = ("custom_tool_call", "local_shell_call", "shell_call", "apply_patch_call")

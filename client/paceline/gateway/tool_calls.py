@@ -101,7 +101,7 @@ def _number(text: str) -> float:
     return value
 
 
-# Texts may have line breaks, as models write them. Numbers must be those of JSON.
+# Texts may have line breaks, as models write them. Numbers must be JSON's.
 DECODER = json.JSONDecoder(strict=False, parse_float=_number, parse_constant=_number)
 
 
@@ -427,7 +427,7 @@ def _calls_in(text: str, use: ToolUse, ended: bool) -> tuple[list[tuple[str, str
 
 def _objects_in(text: str, use: ToolUse | None = None) -> tuple[list[tuple[str, str]], str]:
     """Return calls that are JSON at the front of a text, and the rest. Without a mark, an object
-    may be an answer: with `use`, calls are those of its tools with arguments that they take."""
+    may be an answer: with `use`, calls are of its tools, with arguments that they take."""
     calls: list[tuple[str, str]] = []
     while True:
         between = _BETWEEN.match(text) if use else None

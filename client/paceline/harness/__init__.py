@@ -64,7 +64,7 @@ class ProcessFailed(RuntimeError):
 
 class ServiceProcess:
     """One `paceline verifier`, `paceline drafter` or `paceline gateway` process, or a `paceline
-    serve` of one model, whose address is that of its verifier.
+    serve` of one model, whose address is its verifier's.
 
     A context manager, sync and async: entering starts the service and waits until it answers calls,
     leaving stops it. The child holds one end of a pipe to this process and also stops when this
@@ -75,7 +75,7 @@ class ServiceProcess:
         arguments: Its arguments, such as `["--target", "models/demo/target"]`. `--address`,
             `--ready-file` and `--stop-with-stdin` are added.
         address: Address to listen on; port 0 takes a free port.
-        environment: Variables that override those of this process.
+        environment: Variables that override this process's.
         wrapper: Command that execs the service, such as `unshare` with its arguments.
         show_log: Write the log to this process's stderr instead of a file.
         ready_seconds: Maximum seconds until the service is ready.

@@ -113,7 +113,7 @@ def hub_model(text: str) -> Path:
 
 
 def model_path(text: str) -> Path:
-    """Type of an argument that takes a model: its path, that of a named model, or of a hub's.
+    """Return the path of an argument's model: a path itself, a named model, or a hub's.
     Raises ArgumentTypeError if the named model has not been fetched, or the hub does not give
     it."""
     if is_hub_id(text):

@@ -21,7 +21,7 @@ from torch import Tensor
 from paceline.kernels.caches import Plane, from_rows, span
 from paceline.kernels.trees import TreePlan
 
-# Rows of one block whose scores attention records on GPUs; those of further rows, and weights, are
+# Rows of one block whose scores attention records on GPUs; scores of further rows, and weights, are
 # recorded by another kernel there, which reads the keys again.
 MAX_PROBES = 2
 

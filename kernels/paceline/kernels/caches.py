@@ -19,7 +19,7 @@ from paceline.kernels._native import address
 from paceline.kernels.structures import CCache
 
 # Elements of a head at most for the Triton kernels: a tile of it fits every GPU. Tiles are as wide
-# as a power of two, and those of 512 elements fit none in 16 bits: they take 256 KiB of shared
+# as a power of two, and tiles of 512 elements fit none in 16 bits: they take 256 KiB of shared
 # memory, of which a program on an H100 has 227. In float32 they take 161 KiB, which few GPUs have.
 MAX_GPU_WIDTH = 256
 SCALE_BYTES = 4
@@ -108,8 +108,8 @@ def span(plane: Plane, start: int, stop: int) -> Tensor:
 class KVCacheView(Protocol):
     """The KV cache of one sequence.
 
-    Slot s holds the key and value of position s for committed tokens. The decoder writes those of
-    the query block to the slots after them.
+    Slot s holds the key and value of position s for committed tokens. The decoder writes the query
+    block's to the slots after them.
     """
 
     @property

@@ -123,7 +123,7 @@ class RecurrentStates:
     snapshot for other texts that begin alike."""
 
     def __init__(self, shape: DeltaShape) -> None:
-        """Make those of an empty text."""
+        """Make the states of an empty text."""
         self.shape = shape
         with torch.inference_mode(False):  # tensors of inference mode are read-only outside of it
             self._slots = [_Slot(shape), _Slot(shape)]

@@ -44,8 +44,8 @@ class DeviceKernels(Protocol):
     def multiply_by_experts(
         self, x: Tensor, weights: Tensor, bias: Tensor | None, chosen: Tensor
     ) -> Tensor:
-        """Rows ``[n, ins]`` by matrices ``[experts, outs, ins]`` and biases ``[experts, outs]`` of
-        the same type: each by that of its expert, int64 ``[n]``, rising."""
+        """Multiply rows ``[n, ins]`` by matrices ``[experts, outs, ins]`` add biases ``[experts,
+        outs]`` of the same type: each row by its expert's, int64 ``[n]``, rising."""
 
     def perturb(
         self,
@@ -60,7 +60,7 @@ class DeviceKernels(Protocol):
         self, scores: Tensor, tokens: Tensor, drafts: NDArray[np.int64], chances: NDArray[np.int64]
     ) -> None:
         """Replace the tokens of rows with drafts, their largest scores' ids, int64 ``[R]``, by
-        those of rejection sampling.
+        tokens of rejection sampling.
 
         ``scores`` are filtered logits over temperature, float32 ``[R, V]``, dense; ``drafts``,
         int64 ``[D, 5]``, row, token, seed, position, and the sum of the probabilities as float64;

@@ -220,9 +220,9 @@ def pack_rotated(matrix: RotatedMatrix, bias: Tensor | None = None) -> PackedMat
 
 
 def multiply(x: Tensor, packed: PackedMatrix, bias: Tensor | None = None) -> Tensor:
-    """``x W^T + bias`` of dense float32 ``[rows, ins]`` on the CPU: float32 ``[rows, outs]``. A
-    dense float32 ``bias`` ``[outs]`` replaces that of ``packed``. Raises ``ValueError`` if ``x`` or
-    ``bias`` has another shape or type."""
+    """Return ``x W^T + bias`` of dense float32 ``[rows, ins]`` on the CPU: float32 ``[rows,
+    outs]``. A dense float32 ``bias`` ``[outs]`` replaces ``packed``'s. Raises ``ValueError`` if
+    ``x`` or ``bias`` has another shape or type."""
     if x.dtype is not torch.float32 or x.shape[1:] != (packed.ins,) or not x.is_contiguous():
         actual = f"{x.dtype} {list(x.shape)}"
         raise ValueError(f"x is {actual}, expected dense float32 [rows, {packed.ins}]")

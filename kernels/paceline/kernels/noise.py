@@ -32,8 +32,8 @@ _LOW = 0xFFFFFFFF
 
 
 def philox(counter: tuple[Any, Any, Any, Any], key: tuple[int, int]) -> tuple[Any, Any, Any, Any]:
-    """Philox4x32-10 of four 32-bit words, Python integers or uint64 arrays for many counters, by a
-    key of two words. Returns four 32-bit words like those of the counter."""
+    """Return Philox4x32-10 of four 32-bit words, Python integers or uint64 arrays for many
+    counters, by a key of two words: four 32-bit words like the counter's."""
     a, b, c, d = counter
     for round_ in range(_ROUNDS):
         low, high = 0xD2511F53 * a, 0xCD9E8D57 * c

@@ -62,7 +62,7 @@ class Routing:
     experts: int  # experts of a layer, at most `MAX_EXPERTS`
     top: int  # experts of a row: those with the highest scores, the lower number among equal ones
     among: bool  # shares are divided by their sum over these experts
-    sigmoid: bool = False  # shares are sigmoids of scores, not a softmax over those of all experts
+    sigmoid: bool = False  # shares are sigmoids of scores, not a softmax over all experts'
     factor: float = 1.0  # on shares
     min_sum: float = 0.0  # a smaller sum counts as this
 
@@ -107,13 +107,13 @@ class Operation:
     out: int = 0  # buffer it writes
     # Layer of the caches, probes and taps that it uses; part of `delta` of GATE and CONVOLVE.
     layer: int = 0
-    # Newest positions that ATTEND or ATTEND_CONTEXT reads, 0 for all; those of CONVOLVE; columns
+    # Newest positions that ATTEND or ATTEND_CONTEXT reads, 0 for all; or CONVOLVE reads; columns
     # that have a norm of their own in ADD_NORM, 0 for all together.
     window: int = 0
     # Embedding `[V, hidden]` of EMBED, float32 or bfloat16, or packed; weights of the channels of
     # CONVOLVE.
     table: Tensor | PackedMatrix | None = None
-    # The norm of ADD_NORM, or those of ROTATE: of query, key and maybe value heads, or of all
+    # The norm of ADD_NORM, or the norms of ROTATE: of query, key and maybe value heads, or of all
     # queries and all keys together, by the width of their weights.
     norms: tuple[Norm, ...] = ()
     # Heads that ROTATE reads; none of one kind: they are not in its source.
@@ -294,7 +294,7 @@ class Recorder:
         factors: Tensor | None = None,
     ) -> int:
         """Queries, keys and values: queries after RoPE by one of the run's tables (``q_rope``, or
-        that of keys), times factors; keys and values go to the caches."""
+        ``rope``), times factors; keys and values go to the caches."""
         q_rope = rope if q_rope is None else q_rope
         return self._rotate(
             heads, norms, layer, self._heads, rope=rope, q_rope=q_rope, factors=factors
@@ -390,7 +390,7 @@ class Recorder:
         self._operations.append(Operation(Kind.TAP, source=x, layer=layer))
 
     def keep_all(self, x: int) -> int:
-        """``x``, of which rows will be selected: its buffer holds those of all slices."""
+        """Return ``x``, of which rows will be selected: its buffer holds the rows of all slices."""
         self._buffers[x] = replace(self._buffers[x], extent=Extent.ALL)
         return x
 

@@ -13,7 +13,7 @@ module defines, without fused operations:
    bias is added.
 
 The weights are rotated in the same way when they are loaded, and divided by ``size``, a power of
-two, so that the product is that of the weights and inputs that were given.
+two, so that the product is of the weights and inputs that were given.
 """
 
 from __future__ import annotations

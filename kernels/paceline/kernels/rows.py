@@ -51,7 +51,7 @@ class RowKernels(Protocol):
     ) -> Tensor:
         """Rotate queries and keys by their positions, and write keys and values to their slots.
 
-        ``heads`` are queries, keys and values, ``[at least M, (Hq + 2 Hkv) D]``; ``norms`` those of
+        ``heads`` are queries, keys and values, ``[at least M, (Hq + 2 Hkv) D]``; ``norms`` are of
         single query and key heads before the rotation, or None; ``table`` the cosines of every
         angle, then sines, float32 ``[positions, D]``; ``keys`` and ``values`` per sequence a
         layer's cache ``[Hkv, capacity, D]``, or in pages. Returns rotated queries, float32 ``[M,

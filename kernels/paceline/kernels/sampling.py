@@ -237,7 +237,7 @@ def _accept_drafts(
     seeds: Sequence[int],
     positions: Sequence[int],
 ) -> None:
-    """Replace the tokens of rows by those of rejection sampling from their filtered scores."""
+    """Replace the tokens of rows by rejection sampling from their filtered scores."""
     if not scores.is_cpu:
         records = _draft_records(drafted, seeds, positions, scores.shape[1])
         kernels_for(scores.device).accept_drafts(scores, tokens, *records)
@@ -511,9 +511,9 @@ def accept_or_resample(
     drafted: int,
     proposal: Proposal,
 ) -> int:
-    """The drafted token if it is accepted, else a sample of the residual, at a temperature above 0.
+    """Return the drafted token if accepted, else a sample of the residual; temperature above 0.
 
-    ``logits`` are those of the token before ``position``, float32 or bf16 ``[V]`` on the CPU,
+    ``logits`` are of the token before ``position``, float32 or bf16 ``[V]`` on the CPU,
     ``history`` the tokens before it. ``drafted`` is ``proposal.draw(params.seed, position)``, or
     the token that the proposal is certain of.
     """

@@ -44,9 +44,9 @@ def best_chunks(scores: Tensor, size: int, count: int) -> Tensor:
 
 
 def attention_weights(q: Tensor, keys: Tensor) -> Tensor:
-    """Attention weights that the newest positions give to all, summed over queries and heads:
-    float32 ``[n]``. ``q`` are queries after RoPE of the last R positions, ``[R, Hq, D]``, ``keys``
-    keys after RoPE, ``[Hkv, n, D]``, those of the R positions last. Attention is causal."""
+    """Return attention weights that the newest positions give to all, summed over queries and
+    heads: float32 ``[n]``. ``q`` are queries after RoPE of the last R positions, ``[R, Hq, D]``,
+    ``keys`` keys after RoPE, ``[Hkv, n, D]``, the R positions last. Attention is causal."""
     rows, _, dim = q.shape
     kv_heads, length, _ = keys.shape
     heads = q.float().view(rows, kv_heads, -1, dim).permute(1, 2, 0, 3)

@@ -1,8 +1,8 @@
 """Query blocks of an attention call.
 
 A *query block*, or *block*, is a chain or a tree of new tokens of one sequence after a committed
-prefix. Their keys and values are already in the sequence's cache: those of node i are at slot
-``start + i``, and its absolute position is ``start + depth(i)``. A *plan* holds the blocks of one
+prefix. Their keys and values are already in the sequence's cache: node i has slot
+``start + i`` and the absolute position ``start + depth(i)``. A *plan* holds the blocks of one
 forward pass and everything about them that does not depend on the layer, computed once.
 """
 
@@ -109,7 +109,7 @@ class QueryBlock:
 
 @dataclass(frozen=True)
 class ContextBlock(QueryBlock):
-    """Rows that all attend to the same keys: those of a prefix and of the slot after it."""
+    """Rows that all attend to the same keys: the keys of a prefix and of the slot after it."""
 
     @property
     def depths(self) -> tuple[int, ...]:
@@ -228,7 +228,7 @@ def plan_trees(
 
     Several blocks may belong to one sequence (chunks of a prefill); their keys and values must all
     be in the cache before attention runs. ``positions`` are the absolute ones of all rows, for
-    caches whose slots are not positions; ``device`` is that of queries and caches, ``ancestors`` as
+    caches whose slots are not positions; ``device`` has the queries and caches, ``ancestors`` as
     in :class:`TreePlan`. Raises ``ValueError`` if there is no block, or another number of positions
     than rows.
     """

@@ -2,7 +2,7 @@
 
 The target's text does not depend on the drafter. It is recorded once, by plain decoding, and any
 number of drafters are measured on it: the tree of each round is compared with the recorded text,
-and no tree is run through the target. On a CPU the result equals that of rounds with a verifier,
+and no tree is run through the target. On a CPU the result is as in rounds with a verifier,
 whose KV has the same bits; elsewhere up to ties within rounding.
 """
 

@@ -15,7 +15,7 @@ from torch import Tensor
 IntArray = npt.NDArray[np.int64]
 _SEPARATOR_PLACE = 0  # every document, so the stream, begins with a separator
 PADDING = -1
-_SORTED = 64  # texts among which those of a batch are chosen by length: less padding
+_SORTED = 64  # texts among which a batch's are chosen by length: less padding
 _ROUND = 32  # rows have a multiple of this length
 
 

@@ -136,7 +136,7 @@ class Template:
         return self.head(replace(question, text=text))
 
     def text(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, without those of the template."""
+        """Return the text of tokens, without the template's."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def _around(self, system: str | None) -> tuple[str, str]:

@@ -281,9 +281,9 @@ def weighted_loss(
 
 
 def label_weights(labels: Tensor, counted: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The weight of each label, fp32, and whether it is drafted, both `[N, levels]`.
+    """Return the weight of each label, fp32, and whether it is drafted, both `[N, levels]`.
 
-    Labels are those of :func:`weighted_loss`, rows of `count` drafted tokens.
+    Labels are as in :func:`weighted_loss`, rows of `count` drafted tokens.
     """
     levels, other = labels.shape[1], labels == count
     reached = counted & (other.cumsum(1) - other.long() == 0)

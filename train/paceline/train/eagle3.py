@@ -51,9 +51,9 @@ class Eagle3Trainer(UnrolledTrainer[Eagle3Preset, Eagle3DrafterModel]):
     def initial_weights(
         self, source: ModelSource, drafter: Eagle3DrafterModel
     ) -> dict[str, Tensor]:
-        """Weights of the target's last layer, by the names of an Eagle3Model.
+        """Return the weights of the target's last layer, by the names of an Eagle3Model.
 
-        Its projections read the hidden state; those of the embedding are small. The hidden state is
+        Its projections read the hidden state; the embedding's are small. The hidden state is
         what that layer reads in the target, as near as a tap is.
         """
         config = drafter.config

@@ -254,7 +254,7 @@ class SignalLoss:
     as `streaming` selects them.
 
     With anchor-offset indices, the keys behind the first ones are rotated to the new positions. The
-    target's distributions stay those of the text without an offset.
+    target's distributions stay as for the text without an offset.
     """
 
     def __init__(

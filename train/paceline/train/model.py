@@ -16,9 +16,9 @@ from paceline.train.blocks import plain_folder
 
 
 def load_model(target: Path, dtype: torch.dtype) -> Any:
-    """The transformers model of a GGUF file, or of a folder whose weights may be in 8-bit blocks.
+    """Load the transformers model of a GGUF file, or a folder whose weights may be in 8-bit blocks.
 
-    Raises ``UnsupportedModelError``: a file's tensors are not those of the model, as of experts.
+    Raises ``UnsupportedModelError``: a file's tensors are not the model's, as of experts.
     """
     if target.is_file():
         source = open_model(target)

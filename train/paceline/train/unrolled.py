@@ -45,7 +45,7 @@ class TrainingRows:
 
 
 class Unrolled(nn.Module):
-    """Outputs of the layer for several depths: those of one are inputs of the next.
+    """Outputs of the layer for several depths: one depth's are inputs of the next.
 
     As while drafting, a token at depth d reads the target's states up to d positions before it, and
     behind those the layer's own outputs of the depths before (EAGLE-3, figure 6).
@@ -74,7 +74,7 @@ class Unrolled(nn.Module):
         return torch.stack(outputs)
 
     def _seen(self, rows: TrainingRows, depth: int) -> Tensor:
-        """Which keys the tokens at a depth attend to: those of the rows, then of each depth."""
+        """Tell which keys the tokens at a depth attend to: the rows', then each depth's."""
         count, window = rows.count, self.model.config.window
         places = torch.arange(rows.positions.shape[1], device=rows.positions.device)
         apart = places[-count:, None] - places
@@ -227,7 +227,7 @@ KL divergence from the target's distribution at {preset.levels} depths, each wei
 
 def layer_weights(source: ModelSource, prefix: str, layers: int, final: str) -> dict[str, Tensor]:
     """Return weights to begin with, copies of the target's last layer without its projections of
-    queries, keys and values. Names begin with `prefix`; that of the final norm is `final`.
+    queries, keys and values. Names begin with `prefix`; the final norm's is `final`.
     """
     base = f"model.layers.{layers - 1}."
 

@@ -29,7 +29,7 @@ def decoder_config(
         hf: The transformers config.
         eos_token_ids: Tokens that end a text.
         weights: One of ``WEIGHTS``, or a torch type.
-        stored: Format of the weights as they are stored; None: that of the model's type.
+        stored: Format of the weights as they are stored; None: the format of the model's type.
 
     Raises ``UnsupportedModelError`` if an architecture, feature or format is not supported.
     """
@@ -311,7 +311,7 @@ def rope_frequencies(
     and "longrope".
 
     Frequencies of "longrope" depend on the length of a text in transformers. Here they must not:
-    those of long texts are used if the ``context``, the longest text (None: of the model), is
+    frequencies of long texts are used if the ``context``, the longest text (None: of the model), is
     longer than the original one. ``layers`` is a kind of layers, where the config has rotary
     embeddings by kind.
     """

@@ -48,7 +48,7 @@ _SPECULATORS = {name: (name.replace("dflash", "dspark"), "speculators") for name
     "dspark", "dflash", "eagle3")}  # fmt: skip
 _ARCHITECTURES = {
     "Qwen3DSparkModel": ("dspark", "deepspec"),
-    "DFlashDraftModel": ("dspark", "dflash"),  # that of SpecForge too
+    "DFlashDraftModel": ("dspark", "dflash"),  # SpecForge's too
     "DFlash2DraftModel": ("dspark", "dflash"),
     "DSparkDraftModel": ("dspark", "dflash"),
 }
@@ -155,8 +155,8 @@ def _read_eagle3(described: Json, layer: Json, project: str, layers: int) -> dic
 
 
 def _read_taps(described: Json, speculators: bool, layers: int) -> tuple[int, ...]:
-    """EAGLE and SpecForge name outputs (0 is that of the first layer), speculators names inputs (1
-    is the same)."""
+    """Return the tapped layers: EAGLE and SpecForge name outputs (0: the first layer's),
+    speculators names inputs (1 is the same)."""
     eagle: Json = described if speculators else described.get("eagle_config") or {}
     if numbers := eagle.get("eagle_aux_hidden_state_layer_ids"):
         return tuple(int(number) - speculators for number in numbers)

@@ -64,7 +64,7 @@ class _Part:
 
 
 class ExpertTensors(Tensors[Weight]):
-    """The tensors of a folder, those of experts by the same names in all families.
+    """The tensors of a folder, with the same names for experts in all families.
 
     ``mlp.router`` has the scores of all experts; ``mlp.experts.N`` has ``gate_proj``, ``up_proj``
     and ``down_proj`` of an expert, whether the folder has a tensor of each or one of all experts.
@@ -74,7 +74,7 @@ class ExpertTensors(Tensors[Weight]):
     def __init__(self, folder: Checkpoint, *, interleaved: bool) -> None:
         """Take a folder's tensors, each read on access.
 
-        ``interleaved``: those of all experts are ``[experts, ins, outs]`` with gates and ups in
+        ``interleaved``: tensors of all experts are ``[experts, ins, outs]`` with gates and ups in
         turns (gpt-oss), not ``[experts, outs, ins]`` with all gates first.
         """
         self._folder, self._interleaved = folder, interleaved

@@ -16,7 +16,7 @@ from paceline.kernels import MAX_TAPS, DeltaShape
 
 Values = Callable[[Any], dict[str, Any]]
 
-# Parts in GGUF files, those of layers without their prefix, by their Hugging Face names.
+# Parts in GGUF files by their Hugging Face names, parts of layers without the prefix.
 GGUF_NAMES = {
     "model.norm": "output_norm",
     "input_layernorm": "attn_norm",
@@ -63,7 +63,7 @@ GGUF_NAMES = {
     "post_feedforward_layernorm_1": "post_ffw_norm_1",
 }
 
-# Tensors of layers whose names have other endings in GGUF files; the first two are those of the
+# Tensors of layers whose names have other endings in GGUF files; the first two are of the
 # gated delta rule.
 GGUF_ENDINGS = {
     "linear_attn.A_log": "ssm_a",
@@ -376,7 +376,7 @@ def _gemma4_gguf(values: Any) -> dict[str, Any]:
 
 
 def _gemma_gguf(values: Any, max_layers: int) -> dict[str, Any]:
-    """Files have no scale of scores: that of the largest model, known by its layers, differs."""
+    """Files have no scale of scores: the largest model's, known by its layers, differs."""
     width = values.hidden // values.q_heads if values.layers == max_layers else values.head_dim
     return {
         "query_pre_attn_scalar": width,
@@ -479,7 +479,7 @@ def _recurrent(hf: Any, kind: str, heads: tuple[int, ...], taps: str) -> dict[st
 
 
 def _layer_types(values: Any, kind: str) -> list[str]:
-    """Types of all layers, by that of the layers with recurrent states."""
+    """Return the types of all layers; ``kind`` is the type with recurrent states."""
     kinds = ("full_attention", kind)
     return [kinds[layer in values.delta_layers] for layer in range(values.layers)]
 
@@ -807,8 +807,8 @@ def refusal(kind: str, name: str, known: Iterable[str], fields: Mapping[str, Any
 
 
 def layer_shapes(config: DecoderConfig, layer: int = -1) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors of a layer (-1: one with attention, and experts if there are any), by
-    names without the prefix of the layer; those of experts are one by one."""
+    """Return the shapes of the tensors of a layer (-1: one with attention, and experts if there
+    are any), by names without the prefix of the layer; experts' tensors are one by one."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in FAMILIES[config.model_type].layer_tensors(config, layer):
         if ".experts." in name:

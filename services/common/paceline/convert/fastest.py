@@ -23,7 +23,7 @@ _TRIES = 3
 
 
 def faster_weights(source: ModelSource, config: DecoderConfig, cores: int) -> str:
-    """Return the format in which a request takes less time: that of ``config``, or "int8".
+    """Return the format in which a request takes less time: ``config``'s, or "int8".
 
     Layers are packed in both and multiplied on all cores. A small file stays in its blocks, as does
     one whose 8 bits are more than twice the file or do not fit the memory that is free, and a

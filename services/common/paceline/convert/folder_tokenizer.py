@@ -41,7 +41,7 @@ _TOKENS_OF_A_CHARACTER = 16
 class FolderTokenizer:
     """A tokenizer that was built and tried."""
 
-    content: str  # the content of a tokenizer.json, if it is not that of the folder; "": it is
+    content: str  # content of a tokenizer.json, if the folder's differs; "": it does not
     added: list[int]  # token ids of an empty text: what the tokenizer adds
 
     # Token ids of the special tokens by their texts; None for those it does not have.

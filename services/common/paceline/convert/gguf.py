@@ -223,7 +223,7 @@ class Metadata:
         return self.biases.setdefault(field, f"blk.0.{part}.bias" in self._file.tensors)
 
     def _model_type(self) -> str:
-        """The family; a file of OLMo 3 has the architecture of OLMo 2, Mixtral that of Llama."""
+        """Return the family: a file of OLMo 3 has OLMo 2's architecture, one of Mixtral Llama's."""
         known = {family.gguf: name for name, family in reversed(FAMILIES.items())}
         known.pop("", None)
         known["qwen3next"] = "qwen3_5_moe_text"  # the same layers, once projections are apart
@@ -511,8 +511,8 @@ class GgufModel(ModelSource):
         return scaling
 
     def _check_rope_factors(self, config: Any) -> None:
-        """The file has the factors only, not the rule: they must be those of Llama 3, or 1 for the
-        first dimensions and so large for the others that these are not turned."""
+        """Check the factors, as the file has no rule: they must be Llama 3's, or 1 for the first
+        dimensions and so large for the others that these are not turned."""
         factors = self._factors(_ROPE_FACTORS, self._metadata.head_dim)
         exponents = torch.arange(len(factors), dtype=torch.float32) / len(factors)
         rule = rope_parameters(config)

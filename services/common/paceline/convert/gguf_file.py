@@ -1,4 +1,4 @@
-"""GGUF files: metadata, the places of tensors, and tensors as those of torch or as blocks.
+"""GGUF files: metadata, the places of tensors, and tensors as torch's or as blocks.
 
 The reader of the ``gguf`` package does not check counts and lengths against the size of the file,
 and takes seconds for a vocabulary. This one checks all of them, so a damaged file gives an error.
@@ -272,7 +272,7 @@ class _Reader:
             yield self.text("a metadata key")
 
     def value(self, key: str) -> str | float | GgufArray:
-        """The next metadata value, that of a key."""
+        """Return the next metadata value, which belongs to a key."""
         kind = self._kind()
         if kind == GGUFValueType.STRING:
             return self.text("a metadata value")
@@ -304,7 +304,7 @@ def decode(file: GgufFile, tensor: GgufTensor, *, small: bool = False) -> Tensor
 
     F32, F16 and BF16 become tensors of that type. A matrix of Q8_0, Q4_0, Q4_1, Q4_K or MXFP4
     becomes blocks with exactly its values, any other format 8-bit blocks, or, if they are to be
-    ``small``, those of :func:`converted_bits`. A vector becomes float32.
+    ``small``, blocks of :func:`converted_bits`. A vector becomes float32.
     Raises ``UnsupportedModelError`` if the ``gguf`` package cannot decode the format, or a scale is
     not finite.
     """
@@ -331,9 +331,9 @@ def decode(file: GgufFile, tensor: GgufTensor, *, small: bool = False) -> Tensor
 
 
 def converted_bits(kind: GGMLQuantizationType) -> Literal[0, 4, 8]:
-    """Bits of the small blocks of other values that a matrix of this format becomes; 0: it keeps
-    its values. Formats of fewer than 4 bits a weight become 4: their own error is 3 to 6 times what
-    that adds, while that of IQ4_NL is only as large."""
+    """Return the bits of the small blocks of other values that a matrix of this format becomes;
+    0: it keeps its values. Formats of fewer than 4 bits a weight become 4: their own error is 3 to
+    6 times what that adds, while IQ4_NL's is only as large."""
     if kind in _FLOATS or kind in _EXACT:
         return 0
     values, size = GGML_QUANT_SIZES[kind]

@@ -396,7 +396,7 @@ class GgufTokenizer:
         }
 
     def _pairs(self) -> Iterator[tuple[str, str]]:
-        """All pairs of tokens that make a token, that of the highest score first."""
+        """Yield all pairs of tokens that make a token, the highest score first."""
         known = self._vocabulary
         scores = self._numbers("scores", len(known.tokens)) or [0.0] * len(known.tokens)
         if not all(map(math.isfinite, scores)):

@@ -20,7 +20,7 @@ from paceline.decoder.config import DecoderConfig, UnsupportedModelError
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
-# The model's own matrix below a change of it: PEFT stores that of embedding and LM head.
+# The model's own matrix below a change of it: PEFT stores the embedding's and the LM head's.
 _BASE = ".base_layer.weight"
 # Matrices that PEFT stores whole where the vocabulary was extended, or when it is told to.
 _WHOLE = ("embed_tokens.weight", "lm_head.weight")
@@ -54,7 +54,7 @@ _WAY_OUT = (
 
 @dataclass(frozen=True)
 class _Change:
-    """What a matrix becomes: its own value, or that of ``base``, and ``scale * b @ a``."""
+    """What a matrix becomes: its own value, or ``base``'s, and ``scale * b @ a``."""
 
     pair: tuple[str, str] | None  # names of a and b; None: nothing is added
     base: str  # name of the value that replaces the model's own; empty: none does
@@ -67,7 +67,7 @@ def _of_base(name: str) -> Any:
 
 
 class LoraModel(ModelSource):
-    """A model with an adapter: that of the model but for its weights and fingerprint."""
+    """A model with an adapter: like the model but for its weights and fingerprint."""
 
     hf_config, architectures = _of_base("hf_config"), _of_base("architectures")
     tokenizer, special_tokens = _of_base("tokenizer"), _of_base("special_tokens")

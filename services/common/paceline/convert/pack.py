@@ -243,9 +243,9 @@ def _padded_rows(config: DecoderConfig, layer: int) -> list[Tensor]:
 
 
 def _delta_rows(shape: DeltaShape) -> Tensor:
-    """Rows in the order of :class:`paceline.kernels.Delta`: of two projections, of queries, keys,
-    values and gates and of betas and decays, which have those of each key head together; or of one,
-    of factors, gates and values."""
+    """Return rows in the order of :class:`paceline.kernels.Delta`: of two projections, of queries,
+    keys, values and gates and of betas and decays, which have the rows of a key head together; or
+    of one, of factors, gates and values."""
     if not shape.key_dim:
         factors, gates, values = torch.arange(3 * shape.values).chunk(3)
         return torch.cat([factors, values, gates])

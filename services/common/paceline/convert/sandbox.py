@@ -38,11 +38,11 @@ def run_in_child(
     memory: int,
     progress: Progress = lambda count, total: None,
 ) -> T:
-    """The result of work in a child process, whose logs become those of this one.
+    """Return the result of work in a child process, whose logs become this process's.
 
     ``work`` is called with a function to say how far it is, and ``progress`` here with what it
     says. It and its result can be pickled; it finds one thread of the math library. ``what`` is
-    path and work, for errors; ``memory`` the bytes it may take beside those of Python and its
+    path and work, for errors; ``memory`` the bytes it may take beside Python and its
     modules. Raises ``UnsupportedModelError`` if it took more than it may, or ended without a
     result, and what ``work`` raises.
     """
@@ -119,7 +119,7 @@ class _Logs(QueueHandler):
 
 def _work(sender: Connection) -> None:
     work, memory, environment, level = sender.recv()
-    os.environ.clear()  # a fork server has that of its start
+    os.environ.clear()  # a fork server has the environment of its start
     os.environ.update(environment)
     torch.set_num_threads(1)
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)

@@ -117,7 +117,7 @@ class ModelFolder(ModelSource):
         return replace(config, eos_token_ids=self._eos(config.vocab_size), bos_token_id=bos)
 
     def _eos(self, vocab_size: int) -> tuple[int, ...]:
-        """The tokenizer's own, then those of generation_config.json, or else of config.json."""
+        """Return the tokenizer's tokens, then generation_config.json's, or else config.json's."""
         path = self.path / "generation_config.json"
         value = read_object(path).get("eos_token_id")
         if value is None:
@@ -276,7 +276,7 @@ def open_model(path: str | Path | ModelSource, lora: str | Path | None = None) -
 
 @lru_cache(maxsize=4)
 def _gguf_model(path: Path, facts: tuple[object, ...]) -> ModelSource:
-    """A GGUF file, whose metadata take longer to read than those of a folder."""
+    """Open a GGUF file, whose metadata take longer to read than a folder's."""
     from paceline.convert.gguf import GgufModel
 
     return GgufModel(path)
@@ -290,11 +290,11 @@ def load_config(
 
 
 def weights_fingerprint(path: str | Path | ModelSource) -> str:
-    """SHA-256 (hex) of a model.
+    """Return the SHA-256 (hex) of a model.
 
     Of a folder: its config.json and the bytes of its weight files, in order. The config is hashed
     as canonical JSON without fields that tools rewrite. So copying or reformatting a folder does
     not change the fingerprint; any change of a weight does. Of a GGUF file: all its bytes. Of a
-    model with an adapter: that of the model, and the bytes of the adapter's files.
+    model with an adapter: the model's fingerprint, and the bytes of the adapter's files.
     """
     return open_model(path).fingerprint()

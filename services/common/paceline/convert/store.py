@@ -284,7 +284,7 @@ def _entries() -> list[Path]:
 
 @cache
 def _sweep() -> None:
-    """Remove, once in a process, entries whose model has changed or is gone, those of another
+    """Remove, once in a process, entries whose model has changed or is gone, entries of another
     version that nobody uses, and what a process left that was killed."""
     for entry in _entries():
         with ExitStack() as held:

@@ -129,8 +129,8 @@ def in_order(weight: Weight, rows: Tensor) -> Weight:
 
 
 def in_columns(weight: Weight, columns: Tensor) -> Weight:
-    """The matrix with its columns in another order, int64 ``[ins]``, -1: zeros; floats if the order
-    does not keep those of blocks together."""
+    """Return the matrix with its columns in another order, int64 ``[ins]``, -1: zeros; floats if
+    the order does not keep the columns of a block together."""
     weight, columns = _with_zeros(weight, columns, 1)
     if isinstance(weight, Tensor):
         return weight[:, columns.to(weight.device)]

@@ -236,9 +236,9 @@ class GraphRunner:
         others: Sequence[Callable[[], object]] = (),
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Compile the kernels of the graphs that :meth:`warm_up` captures, side by side: the
-        largest one has all of them; those of other functions too. ``progress`` is called with the
-        number of kernels compiled so far, and of all."""
+        """Compile the kernels of the graphs that :meth:`warm_up` captures, and of ``others``,
+        side by side: the largest graph has all of them. ``progress`` is called with the number of
+        kernels compiled so far, and of all."""
 
         def largest() -> None:
             self._pass(self._plan(self.shapes[-1], self._tilings()), (), ())()

@@ -65,7 +65,7 @@ class DecoderConfig:
     # Format of the matrices: float32, bfloat16, int8, int4, mxfp4 (experts in 8-bit blocks of the
     # same values, the rest in `dtype`), or gguf, each as in its GGUF file.
     weights: str
-    # Rotary embedding of each layer: 0 is the first, 1 that of `rope_local`; empty: 0.
+    # Rotary embedding of each layer: 0 is the first, 1 is `rope_local`; empty: 0.
     ropes: tuple[int, ...] = ()
     # Inverse frequencies of the second rotary embedding, or one for all pairs.
     rope_local: tuple[float, ...] = ()
@@ -142,7 +142,7 @@ class DecoderConfig:
         return len(self.kv_windows)
 
     def cache_of(self, layer: int) -> int:
-        """Return the index of the keys and values in caches that a layer reads, or that of its
+        """Return the index of the keys and values in caches that a layer reads, or the index of its
         recurrent states among the layers that have some."""
         if layer in self.delta_layers:
             return self.delta_layers.index(layer)
@@ -248,9 +248,9 @@ class Rope:
         self._table = self._rows(min(_FIRST_ROWS, config.max_position))
 
     def table(self, last: int) -> Tensor:
-        """float32 ``[positions, D]`` up to at least position ``last``: cosines, then sines.
+        """Return float32 ``[positions, D]`` up to at least position ``last``: cosines, then sines.
 
-        Several tables are ``[kinds, positions, D]``; that of scaled queries is the last.
+        Several tables are ``[kinds, positions, D]``; the table of scaled queries is the last.
         """
         if last >= self._table.shape[-2]:
             doubled = min(1 << (last + 1).bit_length(), self._max_position)

@@ -1,4 +1,4 @@
-"""Linear layers, and those of routed experts."""
+"""Linear layers, also of routed experts."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ class Decoder:
         up to ``block.stop``; the caller commits them.
 
         ``tokens``, int64 ``[M]``, are packed as in the plan, whose ``block.sequence`` indexes
-        ``caches``. Logits are those of ``logit_rows``, int64 ``[R]``, or all; ``taps`` are layers
+        ``caches``. Logits are of ``logit_rows``, int64 ``[R]``, or of all; ``taps`` are layers
         whose outputs to return, 0 for the first. Raises ``ValueError`` if tokens and plan differ in
         length.
         """
@@ -153,7 +153,7 @@ class Decoder:
         return ForwardResult(done.logits, tuple(done.taps[i] for i in taps))
 
     def matrices(self) -> list[object]:
-        """The linear layers of all layers, and of the head; those of routed experts are one each,
+        """Return the linear layers of all layers, and of the head; routed experts' are one each,
         and layers without one have something else."""
         layers = [
             (layer.qkv, layer.out, layer.router, layer.gate_up, layer.down, *(layer.shared or ()))
@@ -250,11 +250,11 @@ def config_for(
     kv_cache_dtype: str = "auto",
     max_context: int | None = None,
 ) -> DecoderConfig:
-    """The configuration of a model that runs on a device.
+    """Return the configuration of a model that runs on a device.
 
-    ``kv_cache_dtype`` is the type of its caches: float32, bfloat16, int8, or "auto" for that of
+    ``kv_cache_dtype`` is the type of its caches: float32, bfloat16, int8, or "auto" for the type of
     hidden states; others than "auto" are supported on the CPU. ``max_context`` is the longest text;
-    None: that of the model. Raises ``ValueError`` if there is no such type of caches on the device,
+    None: the model's. Raises ``ValueError`` if there is no such type of caches on the device,
     ``UnsupportedModelError`` if it lacks what the model needs.
     """
     device_of(device).check_model(config, kv_cache_dtype)

@@ -43,14 +43,14 @@ class Parts(Protocol):
     """The parts of a model, by which :class:`paceline.decoder.Decoder` builds it."""
 
     def outer(self) -> Mapping[str, Part]:
-        """Those beside the layers."""
+        """Return the parts beside the layers."""
 
     def layer(self, index: int) -> Mapping[str, Part]:
-        """Those of a layer, 0 for the first."""
+        """Return the parts of a layer, 0 for the first."""
 
 
 class PackedWriter:
-    """Writes the parts of a model into a file, those of a layer at a time, from any thread."""
+    """Writes the parts of a model into a file, a layer's at a time, from any thread."""
 
     def __init__(self, file: int) -> None:
         """Take an empty file; the caller closes it."""

@@ -1,7 +1,7 @@
 """The device that a service computes on: one object, chosen when it starts, which answers all in
 which a CPU and a GPU differ.
 
-:class:`Device` is the CPU. ``paceline.cuda`` has that of NVIDIA GPUs; it is imported when one is
+:class:`Device` is the CPU. ``paceline.cuda`` has the device for NVIDIA GPUs, imported when one is
 used. Imports nothing of the project, and no torch, which drafters without weights do not need.
 """
 

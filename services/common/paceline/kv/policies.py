@@ -45,7 +45,7 @@ def kv_policies() -> Mapping[str, EntryPoint]:
 
 
 def load_policy(name: str) -> PolicyFactory:
-    """Return the factory of a policy; without a name that of ``streaming``. Raises ``ValueError``:
+    """Return the factory of a policy, ``streaming`` without a name. Raises ``ValueError``:
     no such policy is installed. Raises what importing the policy's module raises."""
     policies = kv_policies()
     if (name or STREAMING) not in policies:

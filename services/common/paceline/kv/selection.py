@@ -123,8 +123,8 @@ class AttentionScores(ScoreObserver):
     """Attention of rows of the newest round, or summed over all rounds so far.
 
     Averaged over rows and heads: scores before the softmax (SpecAttn, equations 2 and 3), or
-    softmax weights (its appendix A). Weights summed over rounds, in chunks of 8, are those of
-    BudgetDraft (section 3.4).
+    softmax weights (its appendix A). Weights summed over rounds, in chunks of 8, are
+    BudgetDraft's (section 3.4).
     """
 
     def __init__(

@@ -13,7 +13,7 @@ Schema = dict[str, Any]
 WHITESPACE = r"[ \n\r\t]{0,32}"
 """White space between two parts of a text: as much as people write, but not without limit."""
 
-# Keywords whose value is a schema; that of `items` may be a list of them.
+# Keywords whose value is a schema; the value of `items` may be a list of them.
 _SCHEMAS = frozenset((
     "additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if", "items",
     "not", "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties",
@@ -264,10 +264,10 @@ def _listed(schema: Schema, name: str) -> list[Any]:
 
 
 def embedded(root: Schema, prefix: str) -> Schema:
-    """A schema as the part at `prefix`, such as "#/$defs/a", of another one.
+    """Return a schema as the part at `prefix`, such as "#/$defs/a", of another one.
 
     Its references lead where they led before. The names of its parts ($id, $anchor), by which they
-    may do so, are left out: they could be those of other parts.
+    may do so, are left out: other parts could have the same.
 
     Raises ``ValueError`` if names of its parts are malformed or too long (``SchemaTooComplex``).
     """

@@ -78,8 +78,8 @@ def owner_from(
 
 
 def user_of(owner: str, user: str) -> str:
-    """Identity of one of the users of a caller, for whom the caller itself speaks; that of the
-    caller if `user` is empty."""
+    """Return the identity of one of a caller's users, for whom the caller itself speaks; the
+    caller's own if `user` is empty."""
     return _name(f"user\0{owner}\0{user}".encode()) if user else owner
 
 
@@ -243,7 +243,7 @@ class Gate:
     """
 
     def __init__(self) -> None:
-        self.inside = 0  # number of those in flight
+        self.inside = 0  # number of generations in flight
         self.closed = False  # True once the service drains
         self._empty = asyncio.Event()
         self._empty.set()

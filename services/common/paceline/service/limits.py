@@ -68,7 +68,7 @@ CONSTRAINT_BYTES = 64 * KIB
 CONSTRAINT_SECONDS = 3  # processor time to compile one
 CONSTRAINT_WAIT_SECONDS = 30.0
 """Longest time until it is compiled, on a machine that has other work."""
-CONSTRAINT_MEMORY = 256 * MIB  # memory to compile one, that of the process included
+CONSTRAINT_MEMORY = 256 * MIB  # memory to compile one, the process's included
 CONSTRAINTS_COMPILING = 2
 CONSTRAINTS_WAITING = 64
 CONSTRAINTS_LIVE_BYTES = GIB  # memory of all compiled constraints that are in use

@@ -1,4 +1,4 @@
-"""Options as fields of dataclasses and as command-line arguments, and those of every server."""
+"""Options as fields of dataclasses and as command-line arguments, and every server's options."""
 
 import argparse
 import ipaddress
@@ -21,9 +21,9 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE | re.ASCII)
 
 
 def option(default: Any, help: str, **argument: Any) -> Any:
-    """A field of a dataclass that is also a command-line argument. The default is added to its
-    description, ``help``, unless it is None or described there; ``argument`` are more arguments of
-    `ArgumentParser.add_argument`, and `flag` the name, if it is not that of the field."""
+    """Return a field of a dataclass that is also a command-line argument. The default is added to
+    its description, ``help``, unless it is None or described there; ``argument`` are more arguments
+    of `ArgumentParser.add_argument`, and `flag` the name, if it is not the field's."""
     return field(default=default, metadata={"help": help, **argument})
 
 
@@ -32,7 +32,7 @@ def add_options(
 ) -> None:
     """Add an argument for each `option` of a dataclass, but for the fields `without`.
 
-    Its type is that of the field. A boolean is a flag that turns the default around: `--NAME`, or
+    It has the field's type. A boolean is a flag that turns the default around: `--NAME`, or
     `--no-NAME` where the default is true. An argument that is not given has the value None.
     """
     types = get_type_hints(options)

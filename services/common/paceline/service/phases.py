@@ -36,7 +36,7 @@ class Phases:
         return ", ".join(long)
 
 
-phases = Phases()  # those of this process
+phases = Phases()  # the phases of this process
 
 
 def packing(count: int, total: int) -> None:

@@ -56,7 +56,7 @@ class TokenForms:
     """What the texts of a vocabulary's tokens say about the form of a text."""
 
     def __init__(self, texts: Sequence[bytes]) -> None:
-        """``texts`` are those of all token ids."""
+        """Take the texts of all token ids."""
         rests = [text.strip(_BLANKS) for text in texts]
         plain = [not rest.strip(_PUNCTUATION) for rest in rests]
         bits = [
@@ -191,7 +191,7 @@ class GrammarSource:
         stop_ids: Collection[int] = (),
         places: GrammarPlaces | None = None,
     ) -> None:
-        """Begin at the anchor; no path goes on behind ``stop_ids``. ``places`` are those of the
+        """Begin at the anchor; no path goes on behind ``stop_ids``. ``places`` belong to the
         text's owner; None if nothing is known, and nothing is kept."""
         self._constraint = constraint
         self._stop_ids = stop_ids

@@ -222,7 +222,7 @@ class MatchStatistics:
     """How often matches of each length continued, in one text or in all texts of an owner.
 
     Texts differ in repetitiveness more than match lengths show, and so do owners. The prior of a
-    text are its owner's texts, that of an owner is what is usual.
+    text are its owner's texts, the prior of an owner is what is usual.
     """
 
     def __init__(self, max_match: int, prior: MatchStatistics | None = None) -> None:

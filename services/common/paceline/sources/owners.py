@@ -1,4 +1,4 @@
-"""What is kept of owners: of those who generated last."""
+"""What is kept of the owners who generated last."""
 
 from __future__ import annotations
 

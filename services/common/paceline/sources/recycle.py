@@ -169,7 +169,7 @@ class RecycleSource:
 
 
 class RecycleOwners:
-    """What is kept of each owner, of those who generated last."""
+    """What is kept of the owners who generated last."""
 
     def __init__(self, options: RecycleOptions) -> None:
         self._options = options

@@ -1,6 +1,6 @@
 """All names of Paceline's spans, described in `docs/look-inside.md`.
 
-Names outside of `specdec` are those of OpenTelemetry's semantic conventions.
+Names outside of `specdec` are from OpenTelemetry's semantic conventions.
 """
 
 from typing import Final

@@ -32,7 +32,7 @@ class DrafterOptions:
         1024, "maximum number of generations drafted for at a time", metavar="N"
     )
     verifiers: Sequence[str] = ()  # addresses of verifiers to join
-    # Folders below which LoadDrafter may load; none: those of drafters loaded at the start, and
-    # their parents.
+    # Folders below which LoadDrafter may load; none: the folders of drafters loaded at the
+    # start, and their parents.
     roots: Sequence[Path] = ()
     threads: int | None = None  # of the math library for methods with weights; None: its default

@@ -431,7 +431,7 @@ class Registry:
         self.on_change()
 
     def _set_shares(self, name: str, shares: dict[Version, float]) -> None:
-        """Set the shares of some versions of a name, and those of all others to 0."""
+        """Set the shares of some versions of a name, and the shares of its other versions to 0."""
         for version in self._of(name):
             version.share = shares.get(version, 0.0)
             version.credit = 0.0

@@ -152,7 +152,7 @@ class DrafterService:
         await self.exchange.start()
 
     async def fault(self) -> None:
-        """Wait until the device is lost: every other failure is that of one drafter, sequence or
+        """Wait until the device is lost: every other failure concerns one drafter, sequence or
         verifier. Raises ``DeviceLost`` then."""
         await self._parts.worker.lost()
 

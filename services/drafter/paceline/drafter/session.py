@@ -194,7 +194,7 @@ def check_round(
 ) -> None:
     """Check a round.
 
-    ``length`` is that of the text with the new tokens. Raises ``ServiceError``:
+    ``length`` counts the text with the new tokens. Raises ``ServiceError``:
     TOKEN_OUT_OF_VOCABULARY, OUT_OF_STEP or TEXT_TOO_LONG.
     """
     _check_tokens("new_tokens", message.new_tokens, vocab_size, version)

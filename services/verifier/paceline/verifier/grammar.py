@@ -52,7 +52,7 @@ _NAMES: dict[Kind, str] = {
 _CHECK = Path(__file__).with_name("grammar_check.py")
 _RECENT = 16
 _SMALL_BYTES = 8 << 20
-# Masks that a text keeps: those of a drafted path and of the newest tokens, each a bit a token.
+# Masks that a text keeps, of a drafted path and of the newest tokens: each has a bit a token.
 _MASKS = 40
 _NEWEST = 0.25  # weight of the newest mask in the mean time of a grammar's masks
 
@@ -242,7 +242,7 @@ def _answer(process: subprocess.Popen[bytes], request: bytes) -> bytes:
 
 
 def is_allowed(allowed: NDArray[np.uint8], token: int) -> bool:
-    """Whether a token is among those of :meth:`Guide.allowed`."""
+    """Tell whether a token is allowed, by the bits of :meth:`Guide.allowed`."""
     return bool(allowed[token >> 3] >> (token & 7) & 1)
 
 

@@ -164,7 +164,7 @@ def _check(library: Any, folder: str, schemas: Any, request: dict[str, Any]) -> 
         return {"error": f"cannot be read: {error}"}
     before = _memory()
     limits = library.LLParserLimits(verbose_errors=False, max_lexer_states=request["states"])
-    # Ids of tokens are those of the model's vocabulary; here it is bytes.
+    # Ids of tokens are of the model's vocabulary; here it is bytes.
     in_bytes = _TOKENS.sub(r"<[\g<1>256]>", grammar)
     compiled = matcher(library.LLTokenizer("byte"), in_bytes, log_level=0, limits=limits)
     if not compiled.is_error():

@@ -214,7 +214,7 @@ class RoundMetrics(Metrics):
         table: Iterable[Metric] = _OF_ROUNDS,
         device: str = "",
     ) -> None:
-        """Add those of a table to a registry; ``model`` is the name of the target."""
+        """Add the metrics of a table to a registry; ``model`` is the name of the target."""
         self._versions: OrderedDict[tuple[str, str], None] = OrderedDict()
         same = {"model_name": model, "device": device, "gen_ai_request_model": model}
         same |= {"gen_ai_operation_name": Span.GENERATION, "gen_ai_provider_name": PROVIDER}

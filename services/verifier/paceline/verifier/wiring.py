@@ -111,7 +111,7 @@ def load_target(model: PackedModel, options: VerifierOptions, device: Device) ->
 
 
 def kv_memory(model: LoadedModel, options: VerifierOptions) -> KvSpace:
-    """Take memory for KV. A context that does not fit shortens that of the model's description.
+    """Take memory for KV. A context that does not fit shortens the model description's.
     Raises ``ValueError`` if no text fits, or the model's caches cannot lie in pages."""
     decoder, message = model.decoder, model.info.message
     config, device = decoder.config, device_of(decoder.device)
@@ -169,7 +169,7 @@ def _use(threads: int, device: Device) -> None:
 def _cache_limits(options: VerifierOptions) -> tuple[int, int]:
     """Maximum number of caches, and of ended texts whose KV is kept.
 
-    Each has two open files, its own and that of its mapping, so the limit of open files bounds
+    Each has two open files, its own and its mapping's, so the limit of open files bounds
     both. What is open now, and some for connections, is left out.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

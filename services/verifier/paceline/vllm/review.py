@@ -11,7 +11,7 @@ _log = logging.getLogger(__name__)
 
 
 def review(digest: str, drafters: exchange_pb2.DrafterList) -> None:
-    """Leave out drafters that vLLM cannot use; ``digest`` is that of its model's tokenizer. Raises
+    """Leave out drafters that vLLM cannot use; ``digest`` is its tokenizer's digest. Raises
     ``ServiceError`` if the default is one of them, or all are."""
     usable, reasons = [], {}
     for drafter in drafters.drafters:

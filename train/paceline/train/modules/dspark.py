@@ -124,7 +124,7 @@ class DSparkModel(DraftModel):
             embedded: The target's embedding of anchors and masks, ``[N, G, block, hidden]``.
             anchors: Positions of the anchors, int64 ``[N, G]``.
             taps: Outputs of the tapped layers, side by side, ``[N, C, taps * hidden]``. A block
-                attends to those of the window before its anchor.
+                attends to outputs in the window before its anchor.
             tap_positions: Their positions in any order, -1 for padding, int64 ``[N, C]``.
 
         Returns:

@@ -61,7 +61,7 @@ class RmsNorm(nn.Module):
 
 
 class Projections(nn.Module):
-    """Projections of an attention: all four, or only those of query and output.
+    """Projections of an attention: all four, or only query and output.
 
     Inputs have a width of ``inputs``. With ``norms``, heads of queries and keys are normalised.
     """

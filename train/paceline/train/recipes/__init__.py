@@ -23,7 +23,7 @@ def recipe_of(method: str) -> Recipe[Any] | None:
 
 
 def recipes() -> dict[str, Recipe[Any]]:
-    """Return all recipes by method, in order, without those of methods that cannot be imported."""
+    """Return the recipes of all methods that can be imported, by method, in order."""
     by_method = {}
     for method in sorted(method_names()):
         try:

@@ -12,7 +12,7 @@ from paceline.train.recipes.base import LayerRecipe, given
 
 @dataclass(frozen=True, kw_only=True)
 class MtpPreset(UnrolledPreset):
-    """How a head is trained; its shape is that of the target's layers."""
+    """How a head is trained; it has the shape of the target's layers."""
 
 
 MTP_PRESETS: dict[str, MtpPreset] = {

@@ -35,8 +35,7 @@ class ProbeTable:
     # weights. None: of no block.
     wanted: Tensor | None = None
     noted: Tensor | None = None  # origins of their rows, int64 `[M]`; `NONE`: not recorded
-    # Probes that no kernel fills: a second one of a row, and those of groups that are larger than a
-    # tile.
+    # Probes that no kernel fills: a second one of a row, and probes of groups larger than a tile.
     others: tuple[Probe, ...] = ()
     layer: int = 0  # index of the layer among those recorded to one buffer
 

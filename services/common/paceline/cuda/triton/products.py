@@ -1,4 +1,4 @@
-"""Products of routed experts on NVIDIA GPUs, and the steps around those of 8-bit integers."""
+"""Products of routed experts on NVIDIA GPUs, and the steps around products of 8-bit integers."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class Work(NamedTuple):
     items: Ints  # int32 `[W]`: `tile << CHUNK_BITS | chunk`
     # int32 `[T, TILE_FIELDS]`: 0 block, 1 first row inside the block (places times group), 2 rows,
     # 3 first partial result, 4 first chunk, 5 number of chunks, 6 first tile of keys that any row
-    # sees, 7 first one that all rows see through a window, 8 end of those that all rows see as a
+    # sees, 7 first one that all rows see through a window, 8 end of tiles that all rows see as a
     # whole, 9 end of the columns, 10 where the list of slots begins in `steps` (-1: columns are
     # slots).
     tiles: Ints
@@ -219,10 +219,10 @@ class _Tiles:
     ) -> None:
         """Add a tile of ``rows`` rows from packed row ``first`` of the block on.
 
-        ``positions`` are the lowest and highest of them; ``ends`` those of the columns that all
-        rows see, and that any does; ``chunks`` the first chunk and the end, of which a tail keeps
-        the first, else one that no row sees through a window is left out. ``tail``: where the list
-        of a tail's slots begins.
+        ``positions`` are the lowest and highest of the rows; ``ends`` the ends of the columns that
+        all rows see, and that any does; ``chunks`` the first chunk and the end, of which a tail
+        keeps the first, else one that no row sees through a window is left out. ``tail``: where the
+        list of a tail's slots begins.
         """
         keys, window = self._tiling.keys, self._tiling.window
         oldest, seen = (max(0, position - window + 1) if window else 0 for position in positions)

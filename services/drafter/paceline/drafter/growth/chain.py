@@ -3,7 +3,7 @@
 `lm` and `selfspec` draft with a decoder. What they read of a text is in a cache, followed by slots
 for the text's newest tokens and for the drafted ones. Trees with siblings grow by levels
 (:mod:`~paceline.drafter.growth.levels`), and their nodes are fed again when they are text. The KV
-of a chain is kept as that of text as far as the verifier accepts it. So a chain can grow beyond the
+of a chain is kept as the text's as far as the verifier accepts it. So a chain can grow beyond the
 tree of a round, up to one more token, the verifier's own, and the chain of the next round.
 """
 
@@ -59,7 +59,7 @@ class DecoderSequence(GrownSequence):
         self.room = 2 * options.drafted + 1  # slots behind the text for drafted tokens
         self._min_score = math.log(options.min_survival) if options.min_survival > 0 else -math.inf
         self.chain: list[Node] = []  # the chain of the newest round
-        self._fed = 0  # its nodes whose KV is in the cache, behind that of the text
+        self._fed = 0  # its nodes whose KV is in the cache, behind the text's KV
         self._ended = False  # whether no token can follow it
         self._continued = False  # whether it was drafted ahead and continues the text
 
@@ -118,7 +118,7 @@ class DecoderSequence(GrownSequence):
 
     def part(self, index: int) -> PassPart:
         """Return what to feed for the next token: what the cache lacks of text and chain.
-        ``index`` is that of the cache in the pass."""
+        ``index`` is the cache's index in the pass."""
         text = self.newest(self.cached, self.length)
         tokens = [*text, *(node.token for node in self.chain[self._fed :])]
         begin = self.length + self._fed - len(text)

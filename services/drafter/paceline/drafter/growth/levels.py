@@ -91,11 +91,11 @@ class TreeShape:
 class HostPass:
     """A forward pass as the host knows it before the draft."""
 
-    blocks: Sequence[QueryBlock] = ()  # its blocks; sequences are those of the batch
+    blocks: Sequence[QueryBlock] = ()  # its blocks; `block.sequence` indexes the batch
     positions: Sequence[int] | NDArray[np.int64] = ()  # absolute position of each row
     # Token ids of the rows; none if they are drafted or the pass has none.
     tokens: Sequence[int] = ()
-    # Rows that need logits; none if they are those of the newest level.
+    # Rows that need logits; none if the rows of the newest level do.
     logit_rows: Sequence[int] = ()
     inputs: StateRows | None = None  # hidden states of the rows
 
@@ -139,7 +139,7 @@ class PassShape:
     rows: int  # rows of each sequence
     blocks: int = 1  # blocks of each sequence
     windows: tuple[int | None, ...] = ()  # windows of its layers that attend to the caches
-    contexts: tuple[int | None, ...] = ()  # windows of those that attend to contexts
+    contexts: tuple[int | None, ...] = ()  # windows of its layers that attend to contexts
     tokens: bool = False  # whether the host gives its tokens
     logit_rows: int = 0  # rows of each sequence that need logits, if the host gives them
     inputs: int = 0  # width of its hidden states; 0: none
@@ -147,7 +147,7 @@ class PassShape:
 
 
 def text_and_levels(text: PassShape, level: PassShape, shape: TreeShape) -> list[PassShape]:
-    """Return the shapes of a pass over texts, and of those over the nodes of their trees."""
+    """Return the shapes of a pass over texts, and of the passes over the nodes of their trees."""
     first = replace(text, tokens=True, logit_rows=1)
     return [first, *(replace(level, rows=stop) for stop in shape.stops[1:-1])]
 

@@ -16,8 +16,8 @@ class TopChunks:
     """The chunks of 8 with the most cumulative attention, and all newer positions.
 
     See BudgetDraft, section 3.4. Passes over the prompt attend to all of it, and the scores of its
-    newest rows are the first ones. Rounds attend to selected positions only and add to the scores
-    of those: a chunk that is never selected keeps its score from the prompt.
+    newest rows are the first ones. Rounds attend to selected positions only and add to their
+    scores: a chunk that is never selected keeps its score from the prompt.
     """
 
     def __init__(self) -> None:

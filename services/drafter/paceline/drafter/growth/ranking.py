@@ -29,7 +29,7 @@ class Ranker:
     drafter's logits, a drafter like the target ranks the verifier's choice high although it is
     random (coupling by shared noise; one child is right with probability at least
     (1 - TV) / (1 + TV), Daliri et al.). All nodes of a tree with siblings get the penalties after
-    the text: those of their paths would change little of what is drafted.
+    the text: penalties of their paths would change little of what is drafted.
 
     Confidence of a token: at T = 0 its probability; otherwise the softmax of the perturbed logits.
     Both are at most 1 and sum to at most 1 over siblings, so survival never rises along a path.

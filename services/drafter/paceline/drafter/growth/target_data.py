@@ -1,6 +1,6 @@
 """The target's KV and hidden states as a draft reads them.
 
-In pages of a GPU they stay where they are until the draft: its CUDA graph gathers those of all
+In pages of a GPU they stay where they are until the draft: its CUDA graph gathers them for all
 texts by tables. Everything else that reads them makes copies first.
 """
 

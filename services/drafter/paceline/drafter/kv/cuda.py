@@ -177,7 +177,7 @@ class CudaKv(PoolReader, KvReader):
 class CudaStates(PoolReader, StateReader):
     """Hidden states of some layers in the pages of the verifier's pool.
 
-    As those of :class:`SharedStates` they lie in a ring. :meth:`read` does not wait for its copies;
+    They lie in a ring, as in :class:`SharedStates`. :meth:`read` does not wait for its copies;
     :meth:`check` fails if rows may have been overwritten since they were asked for.
     """
 

@@ -49,14 +49,14 @@ _Reader = TypeVar("_Reader")
 class VerifierAccess:
     """Token and TLS for calls to verifiers."""
 
-    token: str | None = None  # bearer token, that of the deployment
+    token: str | None = None  # bearer token of the deployment
     tls_ca: Path | None = None  # PEM authorities of the verifiers' TLS; None: no TLS
     tls_cert: Path | None = None  # PEM client certificate, for verifiers that require one
     tls_key: Path | None = None  # PEM key of the certificate
 
     def metadata(self, address: str) -> tuple[tuple[str, str], ...]:
-        """Return the metadata of every call to an address. Without a token, that of a service of
-        this user is taken. Raises ``TokenError``: it would travel unencrypted."""
+        """Return the metadata of every call to an address. Without a token, this user's for a
+        local service is taken. Raises ``TokenError``: it would travel unencrypted."""
         check_encrypted(address, self.token, tls=self.tls_ca is not None)
         token = self.token or local_token(address)
         return (("authorization", f"Bearer {token}"),) if token else ()
@@ -76,7 +76,7 @@ class VerifierAccess:
 
 
 class KvExchange:
-    """Maps caches of verifiers whose Unix socket can be opened, and follows those of the others.
+    """Maps caches of verifiers whose Unix socket can be opened, and follows other verifiers'.
 
     It has one channel to each verifier, which serves all calls to it. Belongs to one event loop.
     """
@@ -84,14 +84,14 @@ class KvExchange:
     def __init__(self, access: VerifierAccess, device: Device = CPU) -> None:
         """Make an exchange without connections.
 
-        ``device`` is that of the drafters: it has to be able to read KV on a GPU. Raises
+        ``device`` is the drafters' device, which has to be able to read KV on a GPU. Raises
         ``OptionsError`` if the TLS authorities cannot be read, and ``OSError`` if another TLS file
         cannot be read.
         """
         self._device = device
         self.metadata = access.metadata  # metadata of every call to an address
         self._credentials = access.credentials()
-        # Unix sockets of verifiers by address, of those that were joined over one.
+        # Unix sockets, by address, of verifiers that were joined over one.
         self.sockets: dict[str, str] = {}
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._closed = False

@@ -36,7 +36,7 @@ class CacheFile:
 
     def __init__(self, file: int, pool: int = -1) -> None:
         """Map a segment by the descriptor that the verifier passed, which is closed here in any
-        case; ``pool`` is that of the pool on a GPU, closed with the mapping; -1: there is none.
+        case; ``pool`` is the descriptor of a pool on a GPU, closed with the mapping; -1: none.
         Raises ``KvNotShared`` if it is not the segment of an open cache."""
         self.pool = pool  # descriptor of the pool on a GPU; -1: there is none
         # Also if nobody waits for this mapping any more.

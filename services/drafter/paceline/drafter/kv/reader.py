@@ -19,7 +19,7 @@ from paceline.kernels.caches import from_rows
 class KvPages:
     """Where the selected positions of a layer lie on the GPU that reads, for kernels that gather.
 
-    The first ``SINKS`` selected positions are those of the text; the others follow one another.
+    The first ``SINKS`` selected positions are the text's first; the others follow one another.
     """
 
     dtype: torch.dtype  # type of keys and values
@@ -29,7 +29,7 @@ class KvPages:
     page_bytes: int  # distance between two pages
     length: int  # number of positions, 1 or more
     first: int  # position of number ``SINKS``
-    # The page of position 0, then the pages from that of `first` on, int32.
+    # The page of position 0, then those from the page of `first` on, int32.
     pages: NDArray[np.int32]
 
 

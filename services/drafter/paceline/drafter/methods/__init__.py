@@ -1,4 +1,4 @@
-"""Drafting methods by name: those of this package, and those that other packages register.
+"""Drafting methods by name: this package's own, and those that other packages register.
 
 An installed distribution registers a method by an entry point of the group ``paceline.methods``::
 

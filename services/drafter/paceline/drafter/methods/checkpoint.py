@@ -42,7 +42,7 @@ EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 # Tensors that a folder may also hold: the target's own, and maps between vocabularies.
 _OTHER_TENSORS = frozenset({EMBEDDING, HEAD, DRAFTED, DRAFT_TOKENS})
 
-# Type of a drafter by that of its tensors.
+# Type of a drafter by its tensors' type.
 _DTYPES = {
     torch.float32: torch.float32, torch.bfloat16: torch.bfloat16, torch.float16: torch.bfloat16
 }  # fmt: skip
@@ -95,9 +95,9 @@ def read_fit(folder: Path) -> Fit:
     """Read which targets the drafter in a model folder or GGUF file fits.
 
     The ``paceline`` section of config.json may have a ``target_fingerprint``, a ``target_origin``
-    and a ``tokenizer_digest``. Without the last one, the digest is that of the folder's
+    and a ``tokenizer_digest``. Without the last one, the digest is computed from the folder's
     tokenizer.json. Raises ``LoadError`` if there is no valid config.json or no safetensors file,
-    the digest in config.json is not that of tokenizer.json, or a GGUF file is damaged.
+    the digest in config.json is not tokenizer.json's, or a GGUF file is damaged.
     """
     if folder.is_file():
         try:
@@ -352,7 +352,7 @@ class TargetEmbedding:
 
     The target's are mapped from the packed file that a verifier reads too, and not copied unless
     the head gets other bits or keeps some rows alone. Plain ones of the drafter's folder are mapped
-    from it where type and device are those of the file.
+    from it where type and device are the file's.
     """
 
     def __init__(

@@ -132,7 +132,7 @@ class FeedbackSequence(StateSequence):
         return self._fresh
 
     def part(self, index: int) -> PassPart:
-        """Return the text to be fed; ``index`` is that of its cache in the pass."""
+        """Return the text to be fed; ``index`` is its cache's index in the pass."""
         count, slot = self.fresh.count, self.length - 1 - self.cache.base
         return self.text_part(index, self.length - count, self.length, slot - count)
 

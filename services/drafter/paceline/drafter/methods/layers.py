@@ -310,7 +310,7 @@ def linear(parts: Sequence[Tensor], bits: int, down: bool = False) -> Linear:
 
     With 8 ``bits`` the weights get one scale an output over rotated inputs
     (:mod:`paceline.kernels.rotated`), larger parts of them for a ``down`` projection; off the CPU
-    only those of 16 bits. With 4 they get blocks of 32, if ``in`` is a multiple of 32. Other
+    only 16-bit weights do. With 4 they get blocks of 32, if ``in`` is a multiple of 32. Other
     weights off the CPU are rounded to such blocks and stored as they came.
     """
     weight = parts[0] if len(parts) == 1 else torch.cat(list(parts))

@@ -53,7 +53,7 @@ class SelfSpecSequence(DecoderSequence):
     """A generation that ``selfspec`` drafts for.
 
     Each round begins with a cache of the target's selected positions, in any order, since their
-    keys are rotated already, but in that of the text in layers with a window. They are followed by
+    keys are rotated already, but in the text's order in layers with a window. They are followed by
     the tokens that the target's KV does not contain yet, which include the anchor, and then by the
     drafted nodes.
     """

@@ -80,7 +80,7 @@ class Sampler:
     ) -> None:
         """Make a sampler for one step of a sequence.
 
-        ``logits`` are those of the anchor and the tree's nodes, ``[1 + nodes, V]`` on the CPU.
+        ``logits`` are of the anchor and the tree's nodes, ``[1 + nodes, V]`` on the CPU.
         ``tokens`` has the token after each row, where the device chose them; logits are needed then
         for log-probabilities only.
         """
@@ -127,7 +127,7 @@ class Sampler:
         return self._choose_among(node, masked(logits, allowed))
 
     def _choose_among(self, node: int, logits: Tensor) -> int:
-        """The token after ``node``, of those whose logits are finite."""
+        """Choose the token after ``node`` among tokens with finite logits."""
         if self._argmax:
             # numpy's argmax returns the lowest of equal values too, in a twentieth of torch's time.
             return int(logits.float().numpy().argmax())
@@ -354,7 +354,7 @@ def _select(parts: Sequence[slice], logits: Tensor) -> Tensor | None:
 
 
 def _split(rows: Tensor, parts: Sequence[slice]) -> Sequence[Tensor]:
-    """The rows of each part of those that were selected."""
+    """Split the selected rows into the rows of each part."""
     split: Sequence[Tensor] = rows.split([part.stop - part.start for part in parts])
     return split
 

@@ -102,7 +102,7 @@ class DrafterUse:
 class Drafting:
     """All drafter services of one verifier. Only the engine thread uses it.
 
-    Safety contract: a service gets the texts of those generations only that name one of its
+    Safety contract: a service gets the texts only of generations that name one of its
     drafters, or none while it is the first that joined. Whatever it sends, a tree is checked before
     the engine verifies it; a tree that is wrong closes its sequence, a message that breaks the
     protocol ends the connection.
@@ -150,7 +150,7 @@ class Drafting:
             self._drop(sequence, "drafter_unavailable", why)
 
     def update(self, link: Link, drafters: exchange_pb2.DrafterList) -> None:
-        """Take over the changed drafters of a service; close sequences of those that are gone."""
+        """Take over the changed drafters of a service; close sequences of drafters now gone."""
         link.drafters = drafters
         self._note_defaults()
         names = {drafter.name for drafter in drafters.drafters}

@@ -271,7 +271,7 @@ class CachedSequence:
         self, output: StepOutput, states: HiddenStates, row: int, *, moved: bool = False
     ) -> None:
         """Append the tokens of a step, and make its KV final: the accepted path's moves up behind
-        the anchor's, over that of rejected nodes, unless it was ``moved`` before. ``states``
+        the anchor's, over rejected nodes', unless it was ``moved`` before. ``states``
         are as for :meth:`record`; ``row`` is the anchor's in them, and the tree's nodes follow."""
         anchor = len(self.tokens) - 1
         # Node i is row i + 1 of the block. The last token's KV is computed by the next step.

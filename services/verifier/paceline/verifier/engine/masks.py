@@ -18,7 +18,7 @@ _NICE = 10  # of the thread, so that steps of the engine go first
 
 
 class MaskThread:
-    """Computes the masks that jobs wait for one after the other, those of cheap grammars first."""
+    """Computes the masks that jobs wait for one after the other, cheap grammars' first."""
 
     def __init__(self, submit: Callable[[Callable[[], None]], None]) -> None:
         """``submit`` runs a command on the engine's thread. The thread starts with the first mask,

@@ -231,7 +231,7 @@ class JobQueue:
         return job.done
 
     def _reserve(self, job: EngineJob, tokens: int) -> bool:
-        """Reserve KV, over that of ended texts where memory is short."""
+        """Reserve KV; where memory is short, ended texts lose theirs."""
         while not job.done:
             try:
                 job.sequence.kv.reserve(tokens)

@@ -174,10 +174,10 @@ def mergeable(first: StepReport, second: StepReport) -> bool:
 
 
 def merge(reports: Sequence[StepReport]) -> StepReport:
-    """Consecutive reports that are :func:`mergeable`, at least one, as a single one.
+    """Return consecutive reports that are :func:`mergeable`, at least one, as a single one.
 
     Tokens are joined and times are added up; committed length, finish reason, node budget and batch
-    tokens are those of the last step.
+    tokens are the last step's.
     """
     first, last = reports[0], reports[-1]
     if len(reports) == 1:

@@ -254,7 +254,7 @@ class PagePool:
             self._holders[page] += 1
 
     def free(self, row: int, pages: list[int]) -> None:
-        """Free the page table of a sequence, and those of its pages that no other one holds."""
+        """Free the page table of a sequence, and its pages that no other one holds."""
         self._free_rows.append(row)
         for page in pages[::-1]:
             self._holders[page] -= 1
@@ -356,10 +356,10 @@ class PagedKv(SequenceKv):
     """KV of one sequence in pages of a pool.
 
     Its file holds the header and, at byte 4096, the page table: one int32 for every 256 positions,
-    written before the committed length that needs it. That of the hidden states follows. So a
+    written before the committed length that needs it. The hidden states' table follows. So a
     reader that has mapped the pool needs no call to follow the sequence.
 
-    Safety contract for readers, in addition to that of :class:`SequenceKv`: positions below the
+    Safety contract for readers, in addition to :class:`SequenceKv`'s: positions below the
     committed length keep their pages and their values while the epoch stays the same. Pages of
     a closed sequence are reused, so a reader drops what it read if the epoch has changed.
     """

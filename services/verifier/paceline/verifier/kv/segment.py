@@ -88,9 +88,9 @@ class Segment(SequenceKv):
     """KV memory of one sequence: a sparse segment, mapped once, reserved in steps.
 
     It begins with a :class:`paceline.kv.segment.SegmentHeader`; the KV planes follow
-    (KvLayout), and those of the hidden states, if any are kept (TapLayout).
+    (KvLayout), and the planes of the hidden states, if any are kept (TapLayout).
 
-    Safety contract, in addition to that of :class:`SequenceKv`:
+    Safety contract, in addition to :class:`SequenceKv`'s:
 
     - Nothing may touch a slot before ``reserve()`` has given it memory: a write may end the
       process (SIGBUS).

@@ -35,7 +35,7 @@ _CREDENTIALS = struct.Struct("3i")  # process, user and group of a peer
 
 
 class DraftingThread(Protocol):
-    """The thread that drafts: the engine's, or that of another engine which decodes."""
+    """The thread that drafts: the engine's, or another decoding engine's."""
 
     def drafting(self, command: Callable[[Drafting], None]) -> None:
         """Run a command on its drafter services, between two steps."""
@@ -295,7 +295,7 @@ class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
             await self._engine.with_drafting(lambda drafting: drafting.receive(link, message))
 
     def _check_room(self, drafters: exchange_pb2.DrafterList, updated: Link | None = None) -> None:
-        """Check that there is room for a list of drafters, in the place of that of ``updated`` if
+        """Check that there is room for a list of drafters, in the place of ``updated``'s if
         it is given. Raises ``ServiceError`` if the lists of all services take too much."""
         others = sum(link.drafters.ByteSize() for link in self._links if link is not updated)
         if others + drafters.ByteSize() > limits.DRAFTER_LISTS_BYTES:

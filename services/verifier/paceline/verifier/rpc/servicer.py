@@ -390,7 +390,7 @@ def _as_service_errors() -> Iterator[None]:
 
 
 def _cache_not_found() -> ServiceError:
-    """The same error for unknown, expired and released handles, and those of other clients."""
+    """Return the same error for unknown, expired and released handles, and other clients'."""
     return ServiceError.not_found(
         "CACHE_NOT_FOUND",
         "you have no cache with this handle: it was released, its lease expired, or the verifier "

@@ -23,7 +23,7 @@ _ROWS = 4  # batch tokens a sequence
 _SPLIT = 16  # tokens of the steps that are timed as so many sequences, and as one
 _LONG_STEP = 0.15  # seconds after which a step is long enough for costs to be linear from there
 _PROFILE_SECONDS = 2.5  # after these the steps are not measured once more
-_KV_BYTES = 512 << 20  # all caches together: larger than those of processors
+_KV_BYTES = 512 << 20  # all caches together: larger than processors' caches
 
 _USUAL_RISE = 0.06
 

@@ -63,7 +63,7 @@ class _Plan:
     nodes: Sequence[int]  # for each generation, the number of its admitted nodes
     plain_seconds: float  # predicted time of a plain step of all generations. Unit: seconds.
     prompts: bool  # whether it holds pieces of prompts
-    plain: bool  # whether its time is that of plain decoding
+    plain: bool  # whether its time is plain decoding's
     tokens: int  # batch tokens, admitted nodes included
     context: float  # KV tokens that each attends to, on average
 

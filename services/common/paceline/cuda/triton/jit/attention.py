@@ -5,7 +5,7 @@ Tiles of keys that all rows see need no mask. The second merges the chunks of ea
 log-sum-exp. A third records softmax weights, which need the log-sum-exp, and scores of more rows
 than the first one does. Scores are in units of log 2.
 
-Tables are those of :class:`paceline.cuda.triton.tiles.Work`, where it says why a row has the
+Tables are fields of :class:`paceline.cuda.triton.tiles.Work`, which says why a row has the
 same bits in every batch. Kernels are compiled without contraction of products and sums, or loops
 with and without masks would round differently.
 """

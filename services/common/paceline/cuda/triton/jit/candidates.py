@@ -5,7 +5,7 @@ exponentials, so that neither scores nor probabilities of a whole row are writte
 makes the candidates of a row of them. ``grow_level`` chooses the nodes of a level among the
 candidates after all nodes of the level before, and ``pack_paths`` makes masks of their paths.
 
-Keys are those of the sampling kernels: no two are equal, and of equal scores the lower token comes
+Keys are as in the sampling kernels: no two are equal, and of equal scores the lower token comes
 first.
 """
 
@@ -29,7 +29,7 @@ def best_of_chunks(
     """The best keys of each chunk of a row, best first, int64 ``[R, chunks, width]``, and the sum
     of the exponentials of its scores over the largest one, float32 ``[R, chunks]``.
 
-    Without ``NOISE`` scores are the logits, else those of
+    Without ``NOISE`` scores are the logits, else the outputs of
     :func:`~paceline.cuda.triton.jit.sampling.perturb`, whose arguments the others are.
     """
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)

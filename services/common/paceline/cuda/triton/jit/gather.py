@@ -36,8 +36,8 @@ def gather_pages(
 
     ``records`` int64 ``[S, 5]``: place of the keys in page 0 after the source, distance between two
     pages, both in elements, positions in a page, number of selected positions, position of number
-    ``SINKS``. ``pages`` int32 ``[S, count]``: the page of position 0, then those from that of this
-    position on.
+    ``SINKS``. ``pages`` int32 ``[S, count]``: the page of position 0, then those from the page of
+    this position on.
     """
     text, plane = tl.program_id(0).to(tl.int64), tl.program_id(2)
     slot = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

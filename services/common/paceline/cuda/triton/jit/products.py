@@ -1,4 +1,4 @@
-"""Products of routed experts, and the steps around those of integers."""
+"""Products of routed experts, and the steps around products of integers."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def scale_int_sums(
     sums, rows, outs, bias, out, stride,
     OUTS: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """A part of a row of integer sums, by the row's factor and those of the outputs."""
+    """Scale a part of a row of integer sums by the row's factor and the outputs'."""
     row = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < OUTS

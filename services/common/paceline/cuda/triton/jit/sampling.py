@@ -26,7 +26,7 @@ ID_BITS: tl.constexpr = tl.constexpr(20)
 LAST_ID: tl.constexpr = tl.constexpr((1 << 20) - 1)
 LOWEST: tl.constexpr = tl.constexpr(-(1 << 51))  # at most any key
 NONE: tl.constexpr = tl.constexpr(-(1 << 52))  # in the place of a key that is missing
-# The largest float32: in the place of plus infinity, and below 0 in that of NaN.
+# The largest float32: in the place of plus infinity; its negative in the place of NaN.
 LARGEST: tl.constexpr = tl.constexpr(3.4028234663852886e38)
 
 
@@ -186,7 +186,7 @@ def find_border(
 ):  # fmt: skip
     """The least key that all filters keep, int64 ``[R]``.
 
-    Where top_p keeps more than the candidates, it is that of the other filters. Then ``pending``
+    Where top_p keeps more than the candidates, it is the other filters' least key. Then ``pending``
     int64 ``[R, 3 + SPANS]`` says what is left to do: the needed weight (0: nothing), this border,
     and the borders of spans of equal width, from the least key up to the candidates.
     """

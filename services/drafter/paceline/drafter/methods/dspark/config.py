@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 from paceline.decoder import UnsupportedModelError
 from paceline.drafter.methods.layers import LayerShape, TappedShape
 
-# Sequential heads that published checkpoints have: DSpark's, and that of DFlash 2.
+# Sequential heads that published checkpoints have: DSpark's and DFlash 2's.
 MARKOV_HEADS = ("vanilla", "product")
 _MAX_LAYERS = 1 << 12
 
@@ -39,8 +39,8 @@ class DSparkConfig(TappedShape):
     # The window of each layer; none: `window`, which is the largest, for all layers.
     windows: tuple[int, ...] = ()
     # For each layer, whether a position of the block attends only to those up to itself; none: all
-    # attend to the whole block. The window of a causal layer moves with the position, that of
-    # others is the anchor's.
+    # attend to the whole block. The window of a causal layer moves with the position, the
+    # window of others is the anchor's.
     causal: tuple[bool, ...] = ()
     # Whether the projected hidden states of the position before the anchor are added to every
     # embedding of the block, as in EAGLE. If false, they are read by attention alone, as in DSpark.

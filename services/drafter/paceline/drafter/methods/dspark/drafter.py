@@ -58,8 +58,8 @@ class DSparkBackbone(DraftLayers):
         return [_record_context(self, tensors), _record_block(self, tensors)]
 
     def states_pass(self, batch: Sequence[tuple[int, WindowCache, StateSlice]]) -> HostPass:
-        """Make room for hidden states in contexts: for each its number among those of the pass, the
-        context, and the states that follow it, of at most a window. Returns the pass of
+        """Make room for hidden states in contexts: for each its number in the pass, the context,
+        and the states that follow it, of at most a window. Returns the pass of
         :meth:`write_states`."""
         blocks: list[QueryBlock] = []
         positions: list[int] = []

@@ -96,7 +96,7 @@ class DSparkHeads:
         self._temperatures = config.confidence_temperatures or (1.0,) * config.levels
         drafted = weights[DRAFT_TOKENS].cpu() if DRAFT_TOKENS in weights else None
         if config.markov_all and drafted is not None:
-            # The first rows are those of the logits, as in other drafters, then come all tokens.
+            # The first rows belong to the logits, as in other drafters, the others to all tokens.
             self._rows = self._rows + len(drafted)
         elif drafted is not None:
             self._rows = draft_rows(drafted, self._rows)

@@ -27,7 +27,7 @@ class Eagle3Config(TappedShape):
     method: ClassVar[str] = "eagle3"
     COUNTS: ClassVar = (*TappedShape.COUNTS, "target_hidden")
 
-    target_hidden: int = 0  # width of the target's hidden states; 0: that of the layer
+    target_hidden: int = 0  # width of the target's hidden states; 0: the layer's
     qk_norm: bool = False  # whether heads of queries and keys are normalised
     # Whether the residual stream begins with the normalised hidden state.
     norm_before_residual: bool = False

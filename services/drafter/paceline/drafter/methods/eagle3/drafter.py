@@ -110,7 +110,7 @@ class Eagle3Drafter(FeedbackDrafter):
     ) -> tuple[Eagle3Config, torch.dtype]:
         config, dtype = super().read_config(folder, target)
         longrope = config.rope_parameters.get("rope_type") == "longrope"  # depends on the length
-        if target is not None and not longrope:  # published ones have that of their training
+        if target is not None and not longrope:  # published ones name their training length
             longest = max(config.max_position, target.max_position)
             config = replace(config, max_position=longest)
         return config, dtype

@@ -167,7 +167,7 @@ class LongSpecSequence(GrownSequence):
         return True
 
     def part(self, index: int) -> PassPart:
-        """Return the text to be fed; ``index`` is that of its cache in the pass."""
+        """Return the text to be fed; ``index`` is its cache's index in the pass."""
         begin = min(self.cache.next_position(self.length), self.length - 1)
         return self.text_part(index, begin, self.length, begin - self.cache.base)
 
