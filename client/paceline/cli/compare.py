@@ -147,7 +147,7 @@ async def _compare(
 async def _encode(
     client: Client, prompts: Sequence[Prompt], max_new_tokens: int
 ) -> list[tuple[Prompt, list[int]]]:
-    """Prompts and their tokens: questions of a chat, or texts if there is no chat template. Raises
+    """Return prompts and tokens: questions of a chat, or texts without a chat template. Raises
     PacelineError if none fits the context; others that do not are left out, with a notice."""
     model = await client.model()
     room = model.facts.max_context - max_new_tokens

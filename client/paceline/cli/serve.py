@@ -553,8 +553,8 @@ def _drafter_arguments(args: argparse.Namespace, model: Path) -> list[str]:
 
 
 def _roots(args: argparse.Namespace, model: Path) -> list[Path]:
-    """Where the user who starts the services has drafters: the working folder, but not the whole
-    machine, and the folders beside the model and the drafters that are loaded."""
+    """Return where the user who starts the services has drafters: the working folder, but not the
+    whole machine, and the folders beside the model and the drafters that are loaded."""
     here = Path.cwd()
     specs = (DrafterSpec.parse(text) for text in args.drafter or ())
     beside = [model.resolve(), *(folder.resolve() for spec in specs for folder in spec.folders)]

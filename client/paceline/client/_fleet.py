@@ -149,8 +149,8 @@ class Verifier:
         return drafters_of(self.facts) if self.facts is not None else []
 
     def has_drafter(self, drafter: str) -> bool:
-        """Whether a service that has joined it has a drafter: NAME or NAME@VERSION; or it guesses
-        itself: ``local``."""
+        """Return whether a service that has joined it has a drafter: NAME or NAME@VERSION; or it
+        guesses itself: ``local``."""
         name, _, version = drafter.partition("@")
         services = self.facts.drafter_services if self.facts is not None else ()
         return drafter in self.drafters() or any(
@@ -166,7 +166,7 @@ class Verifier:
         return VerifierStatus(self.address, state, self.reason(), self.running)
 
     def reason(self) -> str:
-        """Why it does not serve; empty if it does."""
+        """Return why it does not serve; empty if it does."""
         if self.error is not None:
             return self.error.message
         return self.refused if self.usable else "it has not answered"
@@ -223,7 +223,7 @@ class Verifier:
 
 
 def differs(facts: verifier_pb2.GetModelResponse, target: verifier_pb2.GetModelResponse) -> str:
-    """Why a verifier cannot continue texts of a target; empty if it can."""
+    """Return why a verifier cannot continue texts of a target; empty if it can."""
     if facts.target_fingerprint != target.target_fingerprint:
         return f"it serves {describe(facts)}, but the others {describe(target)}"
     if facts.tokenizer_digest != target.tokenizer_digest:
@@ -240,7 +240,7 @@ def differs(facts: verifier_pb2.GetModelResponse, target: verifier_pb2.GetModelR
 
 
 def describe(facts: verifier_pb2.GetModelResponse) -> str:
-    """Name and fingerprint of a target."""
+    """Return the name and fingerprint of a target."""
     return f"{facts.name} ({facts.target_fingerprint[:12]})"
 
 
@@ -262,7 +262,7 @@ class PrefixTable:
             self._holders.popitem(last=False)
 
     def find(self, tokens: Sequence[int], verifiers: Sequence[Verifier]) -> Verifier | None:
-        """The one of these verifiers with the longest prefix; None if none has a chunk of it."""
+        """Return the verifier with the longest prefix; None if none has a chunk of it."""
         holder = None
         for key in chunk_keys(tokens):
             verifier, instance = self._holders.get(key, (None, ""))
@@ -377,8 +377,8 @@ class Fleet:
         return [member for member in self.verifiers.members if member.usable and not member.refused]
 
     async def model(self) -> Model:
-        """The served model. Raises UnavailableError if no verifier could be used until the retry
-        budget was spent, and ClientClosedError if the client was closed meanwhile."""
+        """Return the served model. Raises UnavailableError if no verifier could be used until the
+        retry budget was spent, and ClientClosedError if the client was closed meanwhile."""
         return await retry_unavailable(self._current_model, Attempts(self.retry))
 
     async def choose(
@@ -388,8 +388,8 @@ class Fleet:
         numerics: Numerics | None = None,
         avoid: Collection[Verifier] = (),
     ) -> Verifier:
-        """The verifier for a text: that with its longest prefix, unless it is much busier than
-        the least busy one.
+        """Return the verifier for a text: that with its longest prefix, unless it is much busier
+        than the least busy one.
 
         Args:
             text: Prompt and output so far.
@@ -420,7 +420,7 @@ class Fleet:
         self.verifiers.expire()
 
     def unavailable(self) -> PacelineError:
-        """Why no verifier can be used: the error of the only one, or one that names all."""
+        """Return why no verifier can be used: the error of the only one, or one that names all."""
         members = self.verifiers.members
         failures = self.verifiers.failures
         errors = [member.error for member in members if member.error is not None]
@@ -436,7 +436,7 @@ class Fleet:
         return _copy(errors[0], message) if errors else UnavailableError(message)
 
     async def missing_drafter(self, verifier: Verifier, drafter: str | None) -> str:
-        """Why a verifier lacks the wanted drafter; empty if it has it, or if none is wanted.
+        """Return why a verifier lacks the wanted drafter; empty if it has it, or if none is wanted.
 
         Reads the verifier's model before it says so: perhaps a service has joined a moment ago.
 
@@ -466,8 +466,8 @@ class Fleet:
         return f"drafter {drafter!r} is not there: no drafter service with it has joined"
 
     async def drafters(self) -> tuple[str, ...]:
-        """Names of drafters that have joined the verifiers, the default one first, and ``local``
-        where these guess by themselves. Raises UnavailableError if no verifier can be reached."""
+        """Return names of joined drafters, the default one first, and ``local`` where verifiers
+        guess by themselves. Raises UnavailableError if no verifier can be reached."""
         await self._current_model()
         # The model of a moment ago lacks a drafter that was just loaded.
         await asyncio.gather(*(member.read_model() for member in self.serving))
@@ -512,7 +512,7 @@ class Fleet:
             waiting = [*pending] if done else []
 
     async def _agree(self) -> Model:
-        """The model that all verifiers serve. Rejects verifiers with another model."""
+        """Return the model that all verifiers serve. Rejects verifiers with another model."""
         members = self.verifiers.members
         known = [member.facts for member in members if member.facts is not None]
         if self._model is None or all(differs(facts, self._model.facts) for facts in known):
@@ -564,7 +564,7 @@ class Fleet:
 
 
 def _copy(error: PacelineError, message: str) -> PacelineError:
-    """A copy of the error for another generation, without the traceback of the first."""
+    """Return a copy of the error for another generation, without the traceback of the first."""
     return type(error)(
         message, reason=error.reason, metadata=error.metadata, retry_after=error.retry_after
     )

@@ -172,7 +172,7 @@ class Generation:
                 await self.aclose()
 
     async def _run(self) -> GenerationResult:
-        """The task of the generation. The result does not wait for the release of the cache."""
+        """Return the generation's task. The result does not wait for the release of the cache."""
         began = perf_counter()
         self._state.generations.add(self)
         self._trace = GenerationTrace.start(self._options, self.operation)

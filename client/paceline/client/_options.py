@@ -46,8 +46,8 @@ def invalid_requests() -> Iterator[None]:
 
 
 def checked_prompt(prompt: object) -> str | list[int]:
-    """A prompt as `Client.generate` takes it: text, or token ids, also of numpy or torch. Raises
-    InvalidRequestError if it is of another type, or empty."""
+    """Return a prompt as `Client.generate` takes it: text, or token ids, also of numpy or torch.
+    Raises InvalidRequestError if it is of another type, or empty."""
     expected = "a non-empty text or token ids"
     with invalid_requests():
         if exactly(prompt, str) is not None:
@@ -73,7 +73,7 @@ class TlsOptions(Checked):
     """Expected name in the certificate, if it is not the host of the address."""
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Channel credentials. Raises InvalidRequestError if a file cannot be read."""
+        """Return the channel credentials. Raises InvalidRequestError if a file cannot be read."""
         files = (self.ca, self.key, self.cert)
         try:
             contents = [Path(file).expanduser().read_bytes() if file else None for file in files]
@@ -294,7 +294,7 @@ def _with_parameters(method: Any, leading: int, options: Callable[..., Any]) -> 
 
 
 def _with_fields(doc: str, kind: type) -> str:
-    """A method's docstring with its options, the fields of a dataclass, among the arguments."""
+    """Return a method's docstring with its options, a dataclass's fields, among the arguments."""
     types = {entry.name: entry.type for entry in fields(kind)}
     entries = "\n".join(
         fill(
@@ -311,7 +311,7 @@ def _with_fields(doc: str, kind: type) -> str:
 
 
 def field_docs(kind: type) -> dict[str, str]:
-    """What the source says under each field of a dataclass; empty where it says nothing."""
+    """Return what the source says under each field of a dataclass; empty where it says nothing."""
     texts = {entry.name: "" for entry in fields(kind)}
     for base in reversed(kind.__mro__):
         with suppress(OSError, TypeError, IndexError):  # no source, or built in
@@ -329,8 +329,8 @@ def add_field_docs(kind: type) -> None:
 
 
 def user_cache_dir() -> Path:
-    """The user's cache folder of this project. Of a user without a home folder it is one that
-    cannot be made."""
+    """Return the user's cache folder of this project. Of a user without a home folder it is one
+    that cannot be made."""
     try:
         home = Path.home()
     except RuntimeError:  # no HOME, and no entry in the list of users, as in some containers

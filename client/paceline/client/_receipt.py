@@ -55,7 +55,7 @@ Numerics = Sequence[NumericsRule]
 
 
 def numerics_of(facts: verifier_pb2.GetModelResponse) -> Numerics:
-    """What the bits of a verifier's tokens depend on; empty if it promises nothing."""
+    """Return what the bits of a verifier's tokens depend on; empty if it promises nothing."""
     return [
         NumericsRule(
             rule.region, rule.case, rule.implementation, dict(sorted(rule.constants.items()))
@@ -65,14 +65,14 @@ def numerics_of(facts: verifier_pb2.GetModelResponse) -> Numerics:
 
 
 def numerics_digest(numerics: Numerics) -> str:
-    """SHA-256 (hex) of rules, equal where texts have equal tokens; empty without any."""
+    """Return the SHA-256 (hex) of rules, equal where texts have equal tokens; empty without any."""
     written = json.dumps(numerics, sort_keys=True)
     return hashlib.sha256(written.encode()).hexdigest() if numerics else ""
 
 
 def differing(one: Numerics, other: Numerics) -> list[str]:
-    """The regions in which rules differ, with both. What was measured is named only where all that
-    is described is equal."""
+    """Return the regions in which rules differ, with both. What was measured is named only where
+    all that is described is equal."""
     differences = {}
     for region in dict.fromkeys(rule.region for rule in (*one, *other)):
         sides = [
@@ -113,7 +113,7 @@ class Receipt:
     MAX_CHARACTERS: ClassVar = 64 << 20  # maximum length of one that is read
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-ready values in a fixed order."""
+        """Return JSON-ready values in a fixed order."""
         return {
             "format": FORMAT,
             "model": {
@@ -134,29 +134,29 @@ class Receipt:
         }
 
     def to_text(self) -> str:
-        """The receipt as JSON, a line for each field."""
+        """Return the receipt as JSON, a line for each field."""
         lines = (f"{json.dumps(name)}: {json.dumps(of)}" for name, of in self.to_json().items())
         return "{\n" + ",\n".join(lines) + "\n}\n"
 
     def limit(self) -> int:
-        """Tokens to generate for a check: one more than the receipt has, if its text may be longer,
-        to see whether it ends there."""
+        """Return how many tokens to generate for a check: one more than the receipt has, if its
+        text may be longer, to see whether it ends there."""
         count, cut = len(self.token_ids), self.finish_reason == "cancelled"
         return min(self.options.max_new_tokens, count if cut else count + 1)
 
     def shaping(self) -> dict[str, Any]:
-        """The options that shape the text, but the seed."""
+        """Return the options that shape the text, but the seed."""
         return {name: getattr(self.options, name) for name in _SHAPING}
 
     @classmethod
     def of(cls, facts: verifier_pb2.GetModelResponse, *rest: Any) -> Receipt:
-        """The receipt of a text of a model; `rest` are the fields from `numerics` on."""
+        """Return the receipt of a text of a model; `rest` are the fields from `numerics` on."""
         return cls(facts.name, facts.target_fingerprint, facts.tokenizer_digest, *rest)
 
     @classmethod
     def from_text(cls, text: str) -> Receipt:
-        """A receipt as `to_text` or a gateway has written it. Raises InvalidRequestError, which
-        says what is wrong, if it is none."""
+        """Return a receipt as `to_text` or a gateway has written it. Raises InvalidRequestError,
+        which says what is wrong, if it is none."""
         if len(text) > cls.MAX_CHARACTERS:
             raise InvalidRequestError(
                 f"it has {len(text)} characters, at most {cls.MAX_CHARACTERS}"
@@ -182,7 +182,7 @@ class ReceiptCheck(NamedTuple):
 def not_comparable(
     receipt: Receipt, facts: verifier_pb2.GetModelResponse, numerics: Numerics
 ) -> ReceiptCheck | None:
-    """Why a verifier cannot check a receipt; None if it can."""
+    """Return why a verifier cannot check a receipt; None if it can."""
     for what, one, other in (
         ("model", receipt.fingerprint, facts.target_fingerprint),
         ("tokenizer", receipt.tokenizer, facts.tokenizer_digest),
@@ -202,7 +202,7 @@ def not_comparable(
 
 
 def compared(receipt: Receipt, again: Receipt) -> ReceiptCheck:
-    """What came of a text that was generated again."""
+    """Return what came of a text that was generated again."""
     said, one, other = "", list(receipt.token_ids), list(again.token_ids)
     at = next(
         (at for at, pair in enumerate(zip(one, other, strict=False)) if len(set(pair)) > 1), -1
@@ -222,7 +222,7 @@ def compared(receipt: Receipt, again: Receipt) -> ReceiptCheck:
 
 
 def _plain(value: Any) -> Any:
-    """An option as JSON has it: minus infinity, a bias that excludes a token, is a text."""
+    """Return an option as JSON has it: minus infinity, a bias that excludes a token, is a text."""
     if isinstance(value, Mapping):
         return {str(name): _plain(entry) for name, entry in value.items()}
     return _NEVER if value == -math.inf else value
@@ -233,7 +233,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def _read(value: object) -> Receipt:
-    """A receipt of parsed JSON. Raises ParameterError if it is none."""
+    """Return a receipt of parsed JSON. Raises ParameterError if it is none."""
     top = _fields("the receipt", value, _FIELDS)
     checked("format", top["format"], str, repr(FORMAT), FORMAT.__eq__)
     name, fingerprint, tokenizer = _texts(
@@ -276,7 +276,7 @@ def _rule(name: str, value: object) -> NumericsRule:
 
 
 def _texts(name: str, value: object, names: Collection[str]) -> list[str]:
-    """Texts of an object with these fields, in their order."""
+    """Return the texts of an object with these fields, in their order."""
     fields = _fields(name, value, names)
     return [checked(f"{name}.{field}", fields[field], str, "a text") for field in names]
 
@@ -284,7 +284,7 @@ def _texts(name: str, value: object, names: Collection[str]) -> list[str]:
 def _fields(
     name: str, value: object, names: Collection[str], *, missing: bool = False
 ) -> dict[str, Any]:
-    """An object with these fields, of which some may be missing if `missing`."""
+    """Return an object with these fields, of which some may be missing if `missing`."""
     if not isinstance(value, dict):
         raise ParameterError.unexpected(name, "an object", value)
     for wrong, keys in (("unknown", value.keys() - names), ("missing", set(names) - value.keys())):

@@ -346,7 +346,7 @@ class Stats:
         return f"the drafter {drafter} drafted none of {steps}: {self._missing()}"
 
     def _missing(self) -> str:
-        """Why steps have no tree, and how many each, the most frequent first."""
+        """Return why steps have no tree, and how many each, the most frequent first."""
         counts = self.undrafted.most_common()
         return ", ".join(f"{_REASONS.get(why, why)} ({count})" for why, count in counts)
 
@@ -359,7 +359,7 @@ class Stats:
         return f"About {speedup:.1f} times as fast as plain decoding{estimate}."
 
     def summary(self) -> dict[str, object]:
-        """The statistics as JSON-ready values, rounded to three decimals; times in milliseconds."""
+        """Return the statistics JSON-ready, rounded to three decimals; times in milliseconds."""
         names = (
             *("steps", "drafted_rounds", "drafted", "checked", "accepted", "mean_accepted_length"),
             *("mean_accepted_drafts", "free_run_tokens", "speedup", "speedup_is_estimate"),

@@ -106,8 +106,8 @@ class TokenStream:
         return self._numerics or () if self._stats.same_numerics else ()
 
     async def receive(self) -> verifier_pb2.Round:
-        """The next round. With `steps` 0 its tokens come from a prefill or an earlier stream.
-        Raises PacelineError for a failure from which the generation cannot recover."""
+        """Return the next round. With `steps` 0 its tokens come from a prefill or an earlier
+        stream. Raises PacelineError for a failure from which the generation cannot recover."""
         while True:
             try:
                 response = await self._read()
@@ -132,7 +132,7 @@ class TokenStream:
             await self._grant()
 
     async def remove_limit(self) -> None:
-        """Grants all steps, for a caller that awaits the result."""
+        """Grant all steps, for a caller that awaits the result."""
         self._window = UNLIMITED
         await self._grant()
 
@@ -218,16 +218,16 @@ class TokenStream:
         return verifier
 
     def _room(self) -> int:
-        """Steps that the window leaves free."""
+        """Return how many steps the window leaves free."""
         return self._window - self._granted - self._unread
 
     def _free(self) -> int:
-        """Steps to grant now: those that the window leaves free, as far as the text needs them."""
+        """Return steps to grant now: those that the window leaves free and the text needs."""
         left = self._request.options.max_new_tokens - len(self._request.output)
         return max(0, min(self._room(), left - self._granted))
 
     async def _grant(self) -> None:
-        """Grants the free steps on the open stream."""
+        """Grant the free steps on the open stream."""
         async with self._writing:
             if self._stream is not None and self._free():
                 await self._write(self._stream, None)
@@ -315,7 +315,7 @@ class TokenStream:
         return None
 
     async def _leaves(self, error: PacelineError) -> bool:
-        """Whether there is another verifier, after a repeated failure of this one."""
+        """Return whether there is another verifier, after a repeated failure of this one."""
         verifier = self._verifier
         assert verifier is not None, "there is a cache"
         self._fleet.failed(verifier, error)
@@ -448,5 +448,5 @@ class TokenStream:
 
 
 def cost(response: verifier_pb2.Round) -> int:
-    """Steps that a response uses of a reader's window: also 1 for tokens received again."""
+    """Return steps that a response uses of a reader's window: also 1 for tokens received again."""
     return max(1, response.steps)

@@ -284,7 +284,7 @@ class TokenizerCache:
         return codec
 
     def add(self, digest: str, packed: bytes) -> TextCodec:
-        """Caches a gzip-compressed tokenizer.json from `GetModel` and returns its codec.
+        """Cache a gzip-compressed tokenizer.json from `GetModel` and return its codec.
 
         Raises PreconditionError if the content is no tokenizer, or does not have the digest.
         """

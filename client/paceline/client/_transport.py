@@ -45,7 +45,7 @@ _CHANNEL_OPTIONS: list[tuple[str, Any]] = [
 
 
 def parse_addresses(text: str, kind: str) -> tuple[str, ...]:
-    """The entries of a list: "host:port", "unix:/path" or "dns:///name:port", comma-separated.
+    """Return a list's entries: "host:port", "unix:/path" or "dns:///name:port", comma-separated.
 
     `kind` is what the addresses are of, for the error: "verifier" or "drafter". Raises
     InvalidRequestError if an entry is empty, repeated, or of another form.
@@ -70,8 +70,8 @@ def parse_addresses(text: str, kind: str) -> tuple[str, ...]:
 
 
 async def addresses_of(entry: str) -> dict[str, str]:
-    """Addresses of an entry, with the DNS name that each was resolved from; empty for none. Raises
-    OSError if the name cannot be resolved."""
+    """Return the addresses of an entry, with the DNS name that each was resolved from; empty for
+    none. Raises OSError if the name cannot be resolved."""
     if not entry.startswith(DNS):
         return {entry: ""}
     name, _, port = entry.removeprefix(DNS).rpartition(":")
@@ -116,8 +116,8 @@ class Connections:
         return f"<Connections {'with' if self._tls else 'without'} TLS>"
 
     def metadata(self, address: str) -> tuple[tuple[str, str], ...]:
-        """Metadata of every call to an address. Without a token, it has the token of a service of
-        this user, which is another one after each start."""
+        """Return the metadata of every call to an address. Without a token, it has the token of a
+        service of this user, which is another one after each start."""
         token = self._token or local_token(address)
         return self._name, *([("authorization", f"Bearer {token}")] if token else [])
 
@@ -129,7 +129,7 @@ class Connections:
             raise InvalidRequestError(f"{error}, by tls=TlsOptions(...)") from None
 
     def channel(self, address: str, name: str) -> Any:
-        """A channel, which binds to the running event loop.
+        """Return a channel, which binds to the running event loop.
 
         Args:
             address: "host:port" or "unix:/path".
@@ -223,7 +223,7 @@ class GenerateStream:
             await self._call.write(request)
 
     async def read(self) -> verifier_pb2.GenerateResponse | None:
-        """The next message; None if the peer ended the stream without an error."""
+        """Return the next message; None if the peer ended the stream without an error."""
         with rpc_errors("verifier", self._address):
             response = await self._call.read()
         return None if response is _EOF else response

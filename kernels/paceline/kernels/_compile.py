@@ -47,19 +47,19 @@ _FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-std=gnu11", 
 
 
 def levels_here() -> tuple[str, ...]:
-    """Levels that this processor can run, fastest first."""
+    """Return levels that this processor can run, fastest first."""
     here = (level for level, needed in LEVELS.items() if cpu_flags().issuperset(needed))
     return tuple(level for level in here if level != "amx" or _tiles_permitted())
 
 
 def cpu_flags() -> frozenset[str]:
-    """Instruction sets of this processor as Linux names them; empty on other systems."""
+    """Return the instruction sets of this processor as Linux names them; empty on other systems."""
     fields = processor()
     return frozenset(fields.get("flags", fields.get("Features", "")).split())
 
 
 def processor() -> dict[str, str]:
-    """Fields of this processor in Linux's /proc/cpuinfo; empty on other systems."""
+    """Return the fields of this processor in Linux's /proc/cpuinfo; empty on other systems."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -82,7 +82,7 @@ def _tiles_permitted() -> bool:
 
 
 def file_name(level: str) -> str:
-    """File name of a level's library, with a digest of its sources and flags."""
+    """Return the file name of a level's library, with a digest of its sources and flags."""
     digest = hashlib.sha256(repr(compiler_flags(level)).encode())
     for source in _sources():
         digest.update(source.read_bytes())
@@ -110,7 +110,7 @@ def build_ahead(folder: Path) -> list[Path]:
 
 
 def compiler_flags(level: str) -> tuple[str, ...]:
-    """Flags of a level for gcc."""
+    """Return the flags of a level for gcc."""
     common = (*_FLAGS, *_sanitizers())
     if level == "dotprod":
         return (*common, "-march=armv8.2-a+dotprod")
@@ -120,7 +120,7 @@ def compiler_flags(level: str) -> tuple[str, ...]:
 
 
 def _sanitizers() -> tuple[str, ...]:
-    """Flags of a debug build; none without the variable."""
+    """Return the flags of a debug build; none without the variable."""
     names = os.environ.get(SANITIZERS, "")
     if not names:
         return ()

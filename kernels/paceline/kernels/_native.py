@@ -74,15 +74,15 @@ class KernelsError(OSError):
 
 
 def address(tensor: Tensor, name: str) -> int:
-    """Address of a tensor for a native call. Raises ``ValueError``: it is not on the CPU. C would
-    read an address of another device."""
+    """Return the address of a tensor for a native call. Raises ``ValueError``: it is not on the
+    CPU. C would read an address of another device."""
     if not tensor.is_cpu:
         raise ValueError(f"{name} is on {tensor.device}, expected the CPU for compiled CPU kernels")
     return tensor.data_ptr()
 
 
 def library() -> ctypes.CDLL:
-    """The loaded kernels. Raises ``KernelsError`` as :func:`cpu_kernels` does."""
+    """Return the loaded kernels. Raises ``KernelsError`` as :func:`cpu_kernels` does."""
     return cpu_kernels().library
 
 
@@ -139,7 +139,7 @@ def _open(path: Path) -> ctypes.CDLL:
 
 
 def _levels() -> tuple[str, ...]:
-    """The requested level and those below it, or all of this processor."""
+    """Return the requested level and those below it, or all of this processor."""
     here = _compile.levels_here()
     requested = os.environ.get(VARIABLE, "")
     if requested and requested not in here:
@@ -148,8 +148,8 @@ def _levels() -> tuple[str, ...]:
 
 
 def _wrong_format(library: ctypes.CDLL) -> str | None:
-    """What has other bits than plain C: the first such format of linear layers, or the dot product
-    of bfloat16; None: nothing."""
+    """Return what has other bits than plain C: the first such format of linear layers, or the dot
+    product of bfloat16; None: nothing."""
     failed: int = library.paceline_linear_check()
     names = ("float32", "bfloat16", "8-bit blocks", "4-bit blocks", "rotated")
     if failed:
@@ -176,8 +176,8 @@ def _share_openmp() -> bool:
 
 
 def _folder() -> Path:
-    """The user's folder of libraries; a new temporary one if there is none that this user alone can
-    write to: what lies there is loaded into this process."""
+    """Return the user's folder of libraries; a new temporary one if there is none that this user
+    alone can write to: what lies there is loaded into this process."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(root, "paceline", "kernels")
     try:
@@ -191,7 +191,7 @@ def _folder() -> Path:
 
 
 def _own(folder: Path) -> bool:
-    """Whether a folder is of this user or of root, and no other user can write to it."""
+    """Return whether a folder is of this user or of root, and no other user can write to it."""
     status = folder.stat()
     return status.st_uid in (0, os.getuid()) and not status.st_mode & 0o022
 

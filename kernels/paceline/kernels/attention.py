@@ -92,7 +92,7 @@ class AttentionCall:
     sinks: Tensor | None = None
 
     def scores(self, q: Tensor, key: Tensor) -> Tensor:
-        """Scaled and capped scores of float32 queries ``[..., n, D]`` and keys ``[..., m, D]``."""
+        """Return scaled, capped scores of float32 queries ``[..., n, D]``, keys ``[..., m, D]``."""
         scores = torch.matmul(q, key.transpose(-1, -2)).mul_(self.scale)
         return scores.div_(self.cap).tanh_().mul_(self.cap) if self.cap else scores
 

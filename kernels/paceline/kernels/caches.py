@@ -28,12 +28,12 @@ _MIN_LARGEST = 2.0**-100
 
 
 def row_width(dim: int, dtype: torch.dtype) -> int:
-    """Elements of a row with heads of ``dim`` values in a cache of this type."""
+    """Return how many elements a row with heads of ``dim`` values has in a cache of this type."""
     return dim + SCALE_BYTES if dtype is torch.int8 else dim
 
 
 def to_rows(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Floats ``[..., D]`` as rows of a cache of this type."""
+    """Return floats ``[..., D]`` as rows of a cache of this type."""
     if dtype is not torch.int8:
         return values.to(dtype)
     values = values.float()
@@ -46,7 +46,7 @@ def to_rows(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def from_rows(rows: Tensor) -> Tensor:
-    """The values of rows: float32 ``[..., D]`` of int8 rows, others as they are."""
+    """Return the values of rows: float32 ``[..., D]`` of int8 rows, others as they are."""
     if rows.dtype is not torch.int8:
         return rows
     scale = rows[..., -SCALE_BYTES:].contiguous().view(torch.float32)
@@ -94,12 +94,12 @@ Plane = Tensor | PagedPlane
 
 
 def head_width(plane: Plane) -> int:
-    """Width of a head."""
+    """Return the width of a head."""
     return plane.shape[2] - row_width(0, plane.dtype)
 
 
 def span(plane: Plane, start: int, stop: int) -> Tensor:
-    """Slots from ``start`` to ``stop``, ``[Hkv, n, D]``: a view, or a copy of paged ones."""
+    """Return slots from ``start`` to ``stop``, ``[Hkv, n, D]``: a view, or a copy of paged ones."""
     if isinstance(plane, PagedPlane):
         return plane.gather(torch.arange(start, stop, device=plane.pool.device))
     return plane[:, start:stop]
@@ -118,8 +118,8 @@ class KVCacheView(Protocol):
         the CPU."""
 
     def layer(self, index: int) -> tuple[Plane, Plane]:
-        """Keys and values of a layer, each ``[Hkv, capacity, D]``, writable, last dim dense; int8
-        as in :mod:`paceline.kernels.caches`."""
+        """Return keys and values of a layer, each ``[Hkv, capacity, D]``, writable, last dim dense;
+        int8 as in :mod:`paceline.kernels.caches`."""
 
 
 class LayerTable:
@@ -130,7 +130,7 @@ class LayerTable:
 
     @classmethod
     def of(cls, layers: Sequence[tuple[Tensor, Tensor]]) -> LayerTable | None:
-        """The table of planes; None if they are not on the CPU."""
+        """Return the table of planes; None if they are not on the CPU."""
         return cls(layers) if layers[0][0].is_cpu else None
 
     def __init__(self, layers: Sequence[tuple[Tensor, Tensor]]) -> None:

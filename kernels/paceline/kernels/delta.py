@@ -107,7 +107,7 @@ class _Slot:
         self.log = torch.zeros(shape.layers, 0, shape.logged)
 
     def covers(self, position: int) -> bool:
-        """Whether the state at a position follows from it."""
+        """Return whether the state at a position follows from it."""
         return self.position is not None and 0 <= position - self.position <= self.rows
 
     def copy(self, other: _Slot, rows: int) -> None:
@@ -138,9 +138,9 @@ class RecurrentStates:
         return max(slots, key=lambda slot: slot.position or 0, default=None)
 
     def begin(self, start: int, drafted: int) -> tuple[_Slot, _Slot]:
-        """The slots of a pass, what it begins with and what it writes, by the position of its first
-        row and the number of rows at its end that will be logged. Raises ``ValueError``: the states
-        at this position are not kept."""
+        """Return the slots of a pass, what it begins with and what it writes, by the position of
+        its first row and the number of rows at its end that will be logged. Raises ``ValueError``:
+        the states at this position are not kept."""
         source = self._covering(start)
         if source is None and start:
             kept = [(slot.position, slot.rows) for slot in self._slots]
@@ -180,7 +180,7 @@ class RecurrentStates:
             self._snapshot.copy(slot, 0)
 
     def reusable(self, tokens: int) -> int:
-        """The longest prefix of at most so many committed tokens whose states are kept."""
+        """Return the longest prefix of at most so many committed tokens whose states are kept."""
         return max(
             (
                 min(tokens, slot.position + slot.rows)
@@ -277,7 +277,7 @@ class DeltaPass:
 
 
 def _committed(last: QueryBlock) -> int:
-    """Rows of a sequence's last block that are stored: all of a text, the root of a tree."""
+    """Return the stored rows of a sequence's last block: all of a text, the root of a tree."""
     if last.final:
         return last.length
     roots = 1 if last.parents is None else last.parents.count(-1)

@@ -78,8 +78,8 @@ LOADERS: dict[str, Callable[[], DeviceKernels]] = {}  # called at the first use
 
 
 def kernels_for(device: torch.device | str) -> DeviceKernels:
-    """The kernels of a device. Raises ``RuntimeError``: there are none: on a CPU compiled programs
-    run, and nothing but them."""
+    """Return the kernels of a device. Raises ``RuntimeError``: there are none: on a CPU compiled
+    programs run, and nothing but them."""
     kind = torch.device(device).type
     if kind not in LOADED:
         if kind not in LOADERS:
@@ -101,7 +101,7 @@ def tree_attention(
     probes: Sequence[Probe] = (),
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of packed tree nodes over their own paths.
+    """Return the attention of packed tree nodes over their own paths.
 
     Row i of a block attends to the block's committed prefix and to its own ancestors and
     itself; with a window, only to those at positions above ``position - window``.

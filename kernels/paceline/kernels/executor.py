@@ -76,7 +76,7 @@ class NativeTables:
 
     @classmethod
     def of(cls, plan: TreePlan, group: int) -> NativeTables:
-        """The tables, made once for each plan."""
+        """Return the tables, made once for each plan."""
         if group not in plan.native:
             plan.native[group] = cls(plan, group)
         return plan.native[group]
@@ -265,7 +265,7 @@ class NativeProgram:
         )  # fmt: skip
 
     def _matrices(self, packed: Sequence[PackedMatrix | None]) -> int:
-        """Address of matrices for the kernels, which live as long as the program."""
+        """Return the address of matrices for the kernels, which live as long as the program."""
         arguments = [matrix.matrix(self.numerics) for matrix in packed if matrix is not None]
         matrices = (CMatrix * len(packed))(*arguments)
         self._kept.append(matrices)
@@ -360,7 +360,7 @@ class NativeProgram:
 
 
 def _vocabulary(op: Operation) -> int:
-    """Rows of the embedding, if a program begins with one."""
+    """Return the rows of the embedding, if a program begins with one."""
     if op.table is None:
         return 0
     return op.table.shape[0] if isinstance(op.table, Tensor) else op.table.outs

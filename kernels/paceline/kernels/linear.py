@@ -125,13 +125,13 @@ class PackedMatrix:
         return self.outs, self.ins
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors by name, without those that are None."""
+        """Return the tensors by name, without those that are None."""
         named = {"values": self.values, "bias": self.bias}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def rows(self, indices: Tensor) -> Tensor:
-        """The weights of some outputs, int64 ``[n]``: float32 ``[n, ins]``. Raises ``IndexError``:
-        there is no such output."""
+        """Return the weights of some outputs, int64 ``[n]``: float32 ``[n, ins]``. Raises
+        ``IndexError``: there is no such output."""
         indices = indices.contiguous()
         at, which = address(indices, "indices"), indices.numpy()
         if len(which) and not 0 <= which.min() <= which.max() < self.outs:
@@ -141,8 +141,8 @@ class PackedMatrix:
         return rows
 
     def arithmetic(self, numerics: str) -> tuple[str, str, dict[str, str]]:
-        """What the bits of its products depend on besides weights and inputs, in some numerics: the
-        format, the order of sums, and constants."""
+        """Return what the bits of its products depend on besides weights and inputs, in some
+        numerics: the format, the order of sums, and constants."""
         sums = _SUMS[FORMATS.index(self.format)]
         if self.format == "bfloat16" and self.matrix(numerics).tiles_bf16:
             sums = "sums of TDPBF16PS, inputs rounded to bfloat16"

@@ -47,9 +47,9 @@ def philox(counter: tuple[Any, Any, Any, Any], key: tuple[int, int]) -> tuple[An
 
 
 def gumbel_noise_at(seed: int, position: int, ids: Tensor) -> Tensor:
-    """Noise of token ids, int64 ``[n]``, at an absolute position: float32 ``[n]`` on the CPU,
-    standard Gumbel distributed. Raises ``ValueError`` unless seed and position are unsigned 64-bit
-    integers."""
+    """Return the noise of token ids, int64 ``[n]``, at an absolute position: float32 ``[n]`` on the
+    CPU, standard Gumbel distributed. Raises ``ValueError`` unless seed and position are unsigned
+    64-bit integers."""
     check_range(seed, position)
     return torch.from_numpy(_gumbel(seed, position, np.ascontiguousarray(ids.cpu().numpy())))
 

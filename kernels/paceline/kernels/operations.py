@@ -34,7 +34,7 @@ class OneByOne:
         self.chosen = torch.empty(0, dtype=torch.int64)  # experts by slot, rising
 
     def scaled(self, index: int) -> Tensor:
-        """The rows of a buffer, which keeps them with their scales."""
+        """Return the rows of a buffer, which keeps them with their scales."""
         rows = self.buffers[index]
         if isinstance(rows, IntSums):
             self.buffers[index] = rows = rows.scaled()
@@ -53,7 +53,7 @@ def run_one_by_one(program: Program, call: Pass) -> PassResult:
 
 
 def whole_norms(op: Operation) -> bool:
-    """Whether the norms of ROTATE are over all queries and all keys together."""
+    """Return whether the norms of ROTATE are over all queries and all keys together."""
     return op.heads is not None and bool(op.norms) and len(op.norms[0].weight) != op.heads.dim
 
 
@@ -187,7 +187,7 @@ def _select(run: OneByOne, op: Operation) -> Tensor:
 def _routes(
     scores: Tensor, routing: Routing, choice: Tensor | None, factors: Tensor | None
 ) -> Tensor:
-    """Experts of each row, then their shares: float32 ``[rows, 2 top]``."""
+    """Return the experts of each row, then their shares: float32 ``[rows, 2 top]``."""
     parts = scores.sigmoid() if routing.sigmoid else scores.softmax(-1)
     wanted = scores if choice is None else parts + choice
     ranked, order = wanted.sort(dim=-1, descending=True, stable=True)
@@ -206,7 +206,7 @@ def _routes(
 
 
 def _rotated(run: OneByOne, op: Operation, x: Rows) -> Tensor:
-    """Queries after RoPE; keys and values are written to the caches."""
+    """Return queries after RoPE; keys and values are written to the caches."""
     assert op.heads is not None
     plan, table, dim = run.call.plan, run.call.table, op.heads.dim
     table = table[op.rope] if table.dim() == 3 else table
@@ -242,7 +242,7 @@ def _rotated(run: OneByOne, op: Operation, x: Rows) -> Tensor:
 
 
 def _planes(run: OneByOne, op: Operation) -> tuple[list[Plane], list[Plane]]:
-    """Keys and values of each sequence in a layer."""
+    """Return keys and values of each sequence in a layer."""
     planes = [cache.layer(op.layer) for cache in run.call.caches]
     return [k for k, _ in planes], [v for _, v in planes]
 
@@ -260,7 +260,7 @@ def _attend(run: OneByOne, op: Operation) -> Tensor:
 
 
 def _attend_context(run: OneByOne, op: Operation) -> Tensor:
-    """Attention of all rows of a block to the same keys."""
+    """Return the attention of all rows of a block to the same keys."""
     q, heads, call = run.scaled(op.source), run.program.heads, run.call
     keys, values = zip(*(context.cache.layer(op.layer) for context in call.contexts), strict=True)
     plan = call.plan.contexts

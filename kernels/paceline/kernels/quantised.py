@@ -34,7 +34,7 @@ class QuantisedMatrix:
         return outs, ins
 
     def dequantise(self) -> Tensor:
-        """The weights, float32 ``[outs, ins]``: one product and one sum each, both rounded."""
+        """Return the weights, float32 ``[outs, ins]``: one product and one sum each, rounded."""
         outs, ins = self.shape
         weight = self.values.view(outs, ins // QUANT_BLOCK, QUANT_BLOCK).float()
         weight.sub_(self.offset).mul_(self.scale[:, :, None])
@@ -43,7 +43,7 @@ class QuantisedMatrix:
         return weight.flatten(1)
 
     def rows(self, order: Tensor) -> QuantisedMatrix:
-        """The rows of the given indices, int64 ``[n]``; their weights keep their bits."""
+        """Return the rows of the given indices, int64 ``[n]``; their weights keep their bits."""
         minimum = None if self.minimum is None else self.minimum[order]
         return replace(self, values=self.values[order], scale=self.scale[order], minimum=minimum)
 
@@ -108,9 +108,9 @@ def quantise(weight: Tensor, bits: int) -> QuantisedMatrix:
 
 
 def mxfp4(values: Tensor, exponents: Tensor) -> QuantisedMatrix:
-    """A matrix of MXFP4 (OCP Microscaling Formats 1.0, 2023) as 8-bit blocks of the same values: of
-    uint8 ``[outs, ins]``, floats of 4 bits, and uint8 ``[outs, ins / 32]``, exponents of powers of
-    two; 127 for 1, 255 for NaN."""
+    """Return a matrix of MXFP4 (OCP Microscaling Formats 1.0, 2023) as 8-bit blocks of the same
+    values: of uint8 ``[outs, ins]``, floats of 4 bits, and uint8 ``[outs, ins / 32]``, exponents of
+    powers of two; 127 for 1, 255 for NaN."""
     table = torch.tensor([*_DOUBLED, *(-value for value in _DOUBLED)]).add(128).to(torch.uint8)
     scale = torch.ldexp(torch.full(exponents.shape, 0.5), exponents.int() - 127)
     scale = torch.where(exponents == 255, torch.nan, scale)
@@ -131,7 +131,7 @@ def _quantise8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _quantise4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The best of several scales, each improved by a least-squares fit to its values."""
+    """Return the best of several scales, each improved by a least-squares fit to its values."""
     low, high, mean = x.amin(0), x.amax(0), x.mean(0)
     best_error = torch.full_like(low, torch.inf)
     best_q = torch.zeros_like(x)

@@ -44,12 +44,12 @@ _CHUNK = 1 << 20  # weights that are quantised at once on a CPU
 
 
 def block_size(ins: int, max_size: int) -> int:
-    """The largest power of two up to ``max_size`` that divides a number of inputs."""
+    """Return the largest power of two up to ``max_size`` that divides a number of inputs."""
     return min(max_size, ins & -ins)
 
 
 def rotates(ins: int) -> bool:
-    """Whether a matrix with this number of inputs can be quantised."""
+    """Return whether a matrix with this number of inputs can be quantised."""
     return ins % _MULTIPLE == 0 and ins <= MAX_INS
 
 
@@ -95,7 +95,7 @@ class IntSums:
         return len(self.rows), len(self.outs)
 
     def scaled(self) -> Tensor:
-        """The product, ``[M, N]``."""
+        """Return the product, ``[M, N]``."""
         return scale_sums(self.sums, self.rows, self.outs, self.bias, self.dtype)
 
 
@@ -136,7 +136,7 @@ class RotatedMatrix:
         return self.sums(x, bias).scaled()
 
     def sums(self, x: Tensor, bias: Tensor | None) -> IntSums:
-        """The product before the scales are multiplied."""
+        """Return the product before the scales are multiplied."""
         rows = len(x)
         values, scale = quantise_rows(x, self.size)
         if rows < _LEAST_ROWS:
@@ -148,7 +148,7 @@ class RotatedMatrix:
 def scale_sums(
     sums: Tensor, rows: Tensor, outs: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Outputs ``[M, N]`` in a type, of integer sums, int32, at least ``[M, N]``, dense, by factors
-    on the rows, float32 ``[M]``, and on the outputs, float32 ``[N]``, and a bias, float32 ``[N]``
-    or None."""
+    """Return outputs ``[M, N]`` in a type, of integer sums, int32, at least ``[M, N]``, dense, by
+    factors on the rows, float32 ``[M]``, and on the outputs, float32 ``[N]``, and a bias, float32
+    ``[N]`` or None."""
     return kernels_for(sums.device).scale_sums(sums, rows, outs, bias, dtype)

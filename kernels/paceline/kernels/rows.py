@@ -74,7 +74,7 @@ def clamped_gate(gate_up: Tensor, limit: float) -> Tensor:
 
 
 def normalised(x: Tensor, norm: Norm) -> Tensor:
-    """The norm of float32 ``[..., width]``."""
+    """Return the norm of float32 ``[..., width]``."""
     # Not mean(): its order of summation depends on the number of rows. So does this one's on a GPU,
     # whose kernels of their own norm a row by one program.
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
@@ -84,7 +84,7 @@ def normalised(x: Tensor, norm: Norm) -> Tensor:
 
 
 def convolve_blocks(x: Tensor, base: Tensor, group_weights: Tensor, which: int) -> Tensor:
-    """Causal convolution over blocks, with weights of channels and of positions (DFlash 2).
+    """Convolve blocks causally, with weights of channels and of positions (DFlash 2).
 
     ``x`` and the result are ``[..., Q, width]``; ``base`` has weights of the channels, the newest
     position's first, ``[size, width]``; ``group_weights``, ``[..., Q, 2 size groups]``, has those

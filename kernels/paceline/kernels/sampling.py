@@ -78,7 +78,7 @@ class History:
             self.push(token)
 
     def __len__(self) -> int:
-        """Length of prompt and output: the absolute position of the next token."""
+        """Return the length of prompt and output: the absolute position of the next token."""
         return self._prompt_length + len(self.output)
 
     def push(self, token: int) -> None:
@@ -168,7 +168,7 @@ def filter_logits(logits: Tensor, params: SamplingRules, history: History) -> Te
 
 
 def _filtered(logits: Tensor, params: SamplingRules) -> Tensor:
-    """The filter without penalties and bias, as a new float32 ``[V]``; none at temperature 0."""
+    """Filter without penalties and bias, to a new float32 ``[V]``; not at temperature 0."""
     if params.greedy:
         return logits.float()
     scaled = _finite(logits.float() / params.temperature)
@@ -179,8 +179,8 @@ def _filtered(logits: Tensor, params: SamplingRules) -> Tensor:
 
 
 def choose_token(logits: Tensor, params: SamplingRules, position: int, history: History) -> int:
-    """The token that the sampling contract determines at an absolute position, by the logits of the
-    token before it, float32 or bf16 ``[V]`` on the CPU. Only penalties use the history."""
+    """Return the token that the sampling contract determines at an absolute position, by the logits
+    of the token before it, float32 or bf16 ``[V]`` on the CPU. Only penalties use the history."""
     changed = penalise(logits, params, history) if params.penalised else logits
     if params.greedy:
         return _largest(changed)
@@ -194,7 +194,7 @@ def choose_token(logits: Tensor, params: SamplingRules, position: int, history: 
 
 
 def _choose(logits: Tensor, params: SamplingRules, position: int) -> int | None:
-    """The choice by the compiled kernels; None if a score is not finite."""
+    """Return the choice by the compiled kernels; None if a score is not finite."""
     check_range(params.seed, position)
     dense = logits.float().contiguous()
     token: int = library().paceline_choose(
@@ -211,7 +211,7 @@ def choose_tokens(
     positions: Sequence[int],
     drafted: Mapping[int, tuple[int, Proposal]] = MappingProxyType({}),
 ) -> Tensor:
-    """The tokens the sampling contract names for many rows at once, where the logits are.
+    """Return the tokens the sampling contract names for many rows at once, where the logits are.
 
     ``logits`` are float ``[R, V]``, rows dense, with penalties and biases, as :func:`edit_rows`
     adds; ``positions`` the absolute ones of the tokens to be chosen; ``drafted``, of rows whose
@@ -272,7 +272,7 @@ def perturbed_logits(
     positions: Sequence[int],
     ids: Tensor | None = None,
 ) -> Tensor:
-    """Filtered logits over temperature and noise, whose largest is the contract's token.
+    """Return filtered logits over temperature and noise, whose largest is the contract's token.
 
     On a GPU these are Triton kernels, which keep the same tokens as :func:`filter_logits`.
     ``logits`` are float ``[R, V]``, rows dense, with penalties and biases. Rows at temperature 0 or
@@ -291,7 +291,7 @@ def perturbed_logits(
 
 
 def edits(params: SamplingRules, history: History) -> Edits:
-    """Penalties and bias of the token after a history."""
+    """Return penalties and bias of the token after a history."""
     seen = output = np.empty(0, np.int64)
     if params.repetition_penalty != 1:
         seen = np.array(history.seen, np.int64)
@@ -331,7 +331,7 @@ def edit_rows(logits: Tensor, rows: Sequence[int], changes: Sequence[Edits]) -> 
 
 
 def penalise(logits: Tensor, params: SamplingRules, history: History) -> Tensor:
-    """Penalties and bias on raw logits, as a new float32 ``[V]``.
+    """Return penalties and bias on raw logits, as a new float32 ``[V]``.
 
     As elsewhere in the choice of one token, operations on all logits are NumPy's: PyTorch's wait
     for all threads, which takes milliseconds where other processes keep the cores busy.
@@ -342,8 +342,8 @@ def penalise(logits: Tensor, params: SamplingRules, history: History) -> Tensor:
 
 
 def raw_logprobs(logits: Tensor, token: int, top_n: int) -> tuple[float, list[tuple[int, float]]]:
-    """Log-probabilities of the model itself, before any filter, by its logits, float32 or bf16
-    ``[V]``.
+    """Return the log-probabilities of the model itself, before any filter, by its logits, float32
+    or bf16 ``[V]``.
 
     Returns the natural log-probability of the emitted token, and (id, log-probability) of the
     ``top_n`` most likely tokens, best first, ties by lower id.
@@ -364,7 +364,7 @@ def raw_logprobs(logits: Tensor, token: int, top_n: int) -> tuple[float, list[tu
 
 
 def _largest(values: Tensor) -> int:
-    """Index of the largest of ``[n]`` values, the first on ties; much faster than torch."""
+    """Return the index of the largest of ``[n]`` values, the first on ties; faster than torch."""
     return int(values.float().numpy().argmax())
 
 
@@ -376,7 +376,7 @@ def _finite(values: Tensor) -> Tensor:
 
 
 def _survivors(scaled: Tensor, params: SamplingRules) -> Tensor | None:
-    """Ids that remain after min_p, top_k and top_p, int64; None if all do."""
+    """Return ids that remain after min_p, top_k and top_p, int64; None if all do."""
     ids: Tensor | None = None
     if params.min_p > 0:
         ids = (scaled >= scaled.max() + math.log(params.min_p)).nonzero()[:, 0]
@@ -391,14 +391,14 @@ def _survivors(scaled: Tensor, params: SamplingRules) -> Tensor | None:
 
 
 def _ranked(values: Tensor, count: int) -> Tensor:
-    """Ids of at least the ``count`` largest values, best first, ties by lower id."""
+    """Return the ids of at least the ``count`` largest values, best first, ties by lower id."""
     smallest = values.topk(count).values[-1]
     ids = (values >= smallest).nonzero()[:, 0]
     return ids[values[ids].sort(descending=True, stable=True).indices]
 
 
 def _nucleus(values: Tensor, mass: float) -> Tensor:
-    """Smallest prefix of the ranking whose probability reaches ``mass``; at least one token."""
+    """Return the shortest prefix of the ranking with probability ``mass``; at least one token."""
     weights, total = _weights(values)
     needed = max(1, min(total, math.ceil(mass * float(total))))
     count = min(_FIRST_TOP_P_GUESS, values.numel())
@@ -426,7 +426,7 @@ def _weights(values: Tensor) -> tuple[NDArray[np.int64], int]:
 def best_candidates(
     logits: Tensor, width: int, temperature: float = 1.0, noise: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The ``width`` largest scores of each row of ``[R, V]``, as the softmax of the row sees them.
+    """Return the ``width`` largest scores of each row of ``[R, V]``, as its softmax sees them.
 
     Scores are ``logits / temperature + noise``, the noise float32 ``[V]`` on the CPU, as are the
     logits then; without noise they are the logits. On the CPU logits are read as float32. Returns
@@ -483,7 +483,7 @@ class Proposal:
 
     @classmethod
     def likeliest(cls, scores: Tensor, count: int) -> Proposal:
-        """The softmax of ``scores``, ``[V]``, truncated to the ``count`` most likely tokens.
+        """Return the softmax of ``scores``, ``[V]``, truncated to the ``count`` most likely tokens.
 
         Tokens at -inf are left out; at least one must be finite.
         """
@@ -497,8 +497,8 @@ class Proposal:
         return float(self.probabilities.max())
 
     def draw(self, seed: int, position: int) -> int:
-        """The sample of q that a drafter takes at an absolute position. Raises ``ValueError`` if
-        seed or position are out of range."""
+        """Return the sample of q that a drafter takes at an absolute position. Raises
+        ``ValueError`` if seed or position are out of range."""
         weights = self.probabilities.astype(np.float64)
         return int(self.tokens[_pick(weights, _uniform(seed, position, _DRAFT))])
 
@@ -543,7 +543,7 @@ def _uniform(seed: int, position: int, purpose: int) -> float:
 
 
 def _pick(weights: NDArray[np.float64], u: float) -> int:
-    """Index drawn in proportion to weights, by inversion; never one of weight 0."""
+    """Return the index drawn in proportion to weights, by inversion; never one of weight 0."""
     reached = weights.cumsum()
     index = int(np.searchsorted(reached, u * reached[-1], side="right"))
     return min(index, int(np.flatnonzero(weights)[-1]))  # u times the sum may round to the sum

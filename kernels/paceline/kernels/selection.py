@@ -33,8 +33,8 @@ def streaming(length: int, budget: int) -> tuple[range, ...]:
 
 
 def best_chunks(scores: Tensor, size: int, count: int) -> Tensor:
-    """Positions of the ``count`` chunks with the highest scores, float ``[layers, chunks]``; chunk
-    i holds positions ``i * size`` on.
+    """Return the positions of the ``count`` chunks with the highest scores, float ``[layers,
+    chunks]``; chunk i holds positions ``i * size`` on.
 
     Returns rising positions of each layer, int64 ``[layers, count * size]`` where the scores are.
     Of chunks with equal scores any are selected, on a GPU others than on a CPU.
@@ -89,8 +89,8 @@ class PageBounds:
         self._known = stop
 
     def scores(self, q: Tensor) -> Tensor:
-        """Upper bounds on a page's scores, summed over queries: float32 ``[layers, pages]``. ``q``:
-        queries ``[layers, rows, Hq, D]``, where the keys are."""
+        """Return upper bounds on a page's scores, summed over queries: float32 ``[layers, pages]``.
+        ``q``: queries ``[layers, rows, Hq, D]``, where the keys are."""
         layers, rows, _, dim = q.shape
         if not self._known:
             return torch.empty(layers, 0, device=q.device)

@@ -20,7 +20,7 @@ SUMS = ("chains of FMAs", "sums of TDPBF16PS", "sums of VDPBF16PS")  # by the co
 
 
 def _text(header: str) -> str:
-    """A header without its comments."""
+    """Return a header without its comments."""
     return re.sub(r"/\*.*?\*/", "", (SOURCES / header).read_text(), flags=re.DOTALL)
 
 
@@ -51,7 +51,7 @@ PRODUCTS = {"portable": CODES["CHAINS"], "amx": CODES["TILES"], "avx512_bf16": C
 
 
 def fields_of(structure: str) -> list[tuple[str, Any]]:
-    """Fields of a structure for ctypes, in order; one named by a word of Python ends in ``_``."""
+    """Return a structure's fields for ctypes, in order; Python's words end in ``_`` there."""
     fields: list[tuple[str, Any]] = []
     for declaration in FIELDS[structure].split(";")[:-1]:
         (kind, _), *names = re.findall(r"(\w+)(?:\[(\w+)\])?", declaration.replace("const", ""))
@@ -63,7 +63,7 @@ def fields_of(structure: str) -> list[tuple[str, Any]]:
 
 
 def _shared(structure: str) -> type[ctypes.Structure]:
-    """A structure of a header, as a class for ctypes."""
+    """Return a structure of a header, as a class for ctypes."""
     return type(structure, (ctypes.Structure,), {"_fields_": fields_of(structure)})
 
 

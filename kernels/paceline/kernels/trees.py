@@ -211,7 +211,7 @@ class TreePlan:
 
 
 def send(numbers: Tensor, device: torch.device | str) -> Tensor:
-    """A small tensor of the CPU on another device. The copy does not wait for what a GPU runs."""
+    """Copy a small tensor of the CPU to another device, without a wait for what a GPU runs."""
     pin = numbers.is_cpu and torch.device(device).type == "cuda"
     pinned = numbers.pin_memory() if pin else numbers
     return pinned.to(device, non_blocking=True)

@@ -11,7 +11,7 @@ CHUNK_TOKENS = 64
 
 
 def chunk_keys(tokens: Sequence[int], owner: str = "") -> list[bytes]:
-    """The key of each whole chunk: a digest of the owner and of the text up to its end."""
+    """Return the key of each whole chunk: a digest of the owner and of the text up to its end."""
     state = blake2b(owner.encode(), digest_size=16)
     state.update(b"\0")
     keys = []

@@ -53,7 +53,7 @@ class Text:
         self.message = message  # the sampling parameters as they were received, for drafters
 
     def __len__(self) -> int:
-        """Number of tokens."""
+        """Return the number of tokens."""
         return len(self.tokens)
 
     @property

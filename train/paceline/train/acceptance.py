@@ -176,7 +176,7 @@ def _check_length(target: Decoder, prompt: Sequence[int], count: int) -> None:
 
 
 def accepted_per_round(drafter: Drafter, recording: TargetRecording) -> list[int]:
-    """Accepted draft tokens of each round along a recorded text, without bonus tokens."""
+    """Return accepted draft tokens of each round along a recorded text, without bonus tokens."""
     return [accepted_tokens(tree, after) for tree, after in rounds(drafter, recording)]
 
 

@@ -60,7 +60,7 @@ class Batches:
         self._rows: Tensor | None = None
 
     def next(self, rows: int, length: int, documents: int | None = None) -> Tensor:
-        """The next batch, int64 [rows, length + 1]: indices into `stream`.
+        """Return the next batch, int64 [rows, length + 1]: indices into `stream`.
 
         The first `length` indices of a row are inputs, the last `length` their targets. Rows are
         drawn from the first `documents` documents, None: all. A change of `length` or `documents`
@@ -130,7 +130,7 @@ class Prefixes:
         self._epoch: list[list[tuple[int, int]]] | None = None
 
     def next(self, rows: int, length: int, documents: int | None = None) -> Tensor:
-        """The next batch: int64 [n, longest], indices of tokens, `PADDING` before shorter rows.
+        """Return the next batch: int64 [n, longest], tokens' indices, `PADDING` before short rows.
 
         The tails of a batch have about `rows` * `length` tokens. It has an even number of rows, two
         or more.
@@ -195,7 +195,7 @@ class Answers:
         self._answers, self._window, self._seed = np.array(answers), window, seed
 
     def next(self, rows: int, length: int, documents: int | None = None) -> Tensor:
-        """The next batch: int64 [rows, longest], indices of tokens, `PADDING` after a row's end.
+        """Return the next batch: int64 [rows, longest], tokens' indices, `PADDING` behind rows.
 
         A row is the window before an answer and its first `length` tokens.
         """

@@ -63,8 +63,8 @@ def store_blocks(folder: Path, int4: Sequence[str] = ()) -> None:
 
 
 def plain_folder(folder: Path, copy: Path) -> Path:
-    """A folder of the same model that transformers reads: ``folder`` itself, unless its weights are
-    in blocks. Then ``copy``, which is written with plain bfloat16 tensors."""
+    """Return a folder of the same model that transformers reads: ``folder`` itself, unless its
+    weights are in blocks. Then ``copy``, which is written with plain bfloat16 tensors."""
     from safetensors.torch import save_file
 
     weights = Checkpoint(folder, torch.bfloat16)

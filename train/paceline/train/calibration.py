@@ -52,7 +52,7 @@ def _log_loss(survival: NDArray[np.float64], accepted: NDArray[np.bool_]) -> flo
 def _survival(
     confidences: NDArray[np.float64], temperatures: Sequence[float]
 ) -> NDArray[np.float64]:
-    """Predicted probability that each chain is accepted as a whole, ``[n]``."""
+    """Return the predicted probability that each chain is accepted as a whole, ``[n]``."""
     clipped = confidences.clip(_CLIP, 1 - _CLIP)
     logits = np.log(clipped / (1 - clipped)) / np.array(temperatures)
     survival: NDArray[np.float64] = (1 / (1 + np.exp(-logits))).prod(axis=1)

@@ -126,7 +126,7 @@ def _corpus(args: argparse.Namespace) -> Corpus:
 
 
 def _run(args: argparse.Namespace, preset: Any) -> Run:
-    """The run of the arguments; `preset` has the default `minutes` and `steps`."""
+    """Return the run of the arguments; `preset` has the default `minutes` and `steps`."""
     import torch
 
     torch.set_num_threads(min(torch.get_num_threads(), usable_cpus()))

@@ -125,7 +125,7 @@ class Template:
         self._between = self._render(turns).split(_MARK)[1].rsplit("B", 1)[0]
 
     def head(self, question: Question) -> list[int]:
-        """Token ids up to the end of the question's text."""
+        """Return token ids up to the end of the question's text."""
         if question.before:
             # The text before ends with the stop token, which `_between` begins with.
             return [*question.before, *self._encode(self._between + question.text)[1:]]
@@ -140,7 +140,7 @@ class Template:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def _around(self, system: str | None) -> tuple[str, str]:
-        """What stands before and behind the text of the first question."""
+        """Return what stands before and behind the text of the first question."""
         turns = [{"role": "system", "content": system}] if system is not None else []
         before, behind = self._render([*turns, {"role": "user", "content": _MARK}]).split(_MARK)
         return before, behind
@@ -163,7 +163,7 @@ def write_conversations(
     kinds: Sequence[str] = KINDS,
     until: float = math.inf,
 ) -> list[TokenizedConversation]:
-    """Conversations that the target writes, appended to `path` until it holds `count` or more.
+    """Append conversations that the target writes to `path` until it holds `count` or more.
 
     Questions of the kinds chat, system, turns, code and mathematics are the target's own from their
     first words on; edits and documents are about its own answers and about pieces of `documents`.
@@ -248,7 +248,7 @@ def _question(
 
 
 def _tools_prompt(draw: np.random.Generator) -> str:
-    """A system prompt that offers one to four functions."""
+    """Return a system prompt that offers one to four functions."""
     chosen = draw.choice(len(_WORDS["functions"]), int(draw.integers(1, 5)), replace=False)
     functions = [
         {
@@ -275,7 +275,7 @@ def _complete(
     draw: np.random.Generator,
     phase: Phase,
 ) -> list[Question]:
-    """The questions, with the open ones written to their end before the phase's time is over."""
+    """Return the questions, open ones written to their end before the phase's time is over."""
     numbers = [number for number, question in enumerate(questions) if question.open]
     tasks = [
         Task(
@@ -377,8 +377,8 @@ class OwnTexts:
         return cls(trained, texts[::_HELD_OUT])
 
     def frequent(self, count: int) -> Tensor:
-        """The `count` most frequent tokens, rising, int64; one of a prompt, where none is drafted,
-        counts a twentieth.
+        """Return the `count` most frequent tokens, rising, int64; one of a prompt, where none is
+        drafted, counts a twentieth.
 
         Where there are too few different ones, the first tokens of the vocabulary fill up.
         """
@@ -404,7 +404,7 @@ class OwnTexts:
         return dict(sorted(groups.items()))
 
     def card_section(self) -> str:
-        """The section of a model card about these texts."""
+        """Return the section of a model card about these texts."""
         counts = Counter(text.kind for text in self.trained)
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in counts.most_common())
         tokens = sum(len(text.tokens) for text in self.trained)

@@ -50,7 +50,7 @@ class Corpus:
     is_stdlib: bool = False
 
     def manifest(self) -> dict[str, object]:
-        """What the corpus is made of, as JSON-ready data: file lists with SHA-256 digests."""
+        """Return what the corpus is made of, JSON-ready: file lists with SHA-256 digests."""
 
         def rows(documents: tuple[Document, ...]) -> list[dict[str, str]]:
             return [{"path": d.path, "sha256": d.sha256} for d in documents]
@@ -93,7 +93,7 @@ def load_corpus(data: str, files: int, heldout_files: int, wide: bool = False) -
 
 
 def _candidates(root: Path, skipped: frozenset[str], sizes: tuple[int, int]) -> list[Path]:
-    """Usable files under `root`, in the order of the digest of their relative path."""
+    """Return usable files under `root`, in the order of the digest of their relative path."""
     paths = []
     for folder, below, names in os.walk(root):
         below[:] = [name for name in below if name not in skipped]
@@ -119,9 +119,9 @@ def _digest(data: bytes) -> str:
 
 
 def load_tokenizer(target: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer of a model folder or GGUF file, as a service reads it, with its chat template.
-    Raises ``FileNotFoundError`` if there is no such model, and ``ValueError`` if it cannot be read,
-    or has no tokenizer."""
+    """Return the tokenizer of a model folder or GGUF file, as a service reads it, with its chat
+    template. Raises ``FileNotFoundError`` if there is no such model, and ``ValueError`` if it
+    cannot be read, or has no tokenizer."""
     source = open_model(target)
     if not source.tokenizer:
         raise ValueError(
@@ -143,7 +143,7 @@ def load_tokenizer(target: Path) -> PreTrainedTokenizerFast:
 def encode_all(
     tokenizer: PreTrainedTokenizerFast, documents: Sequence[Document]
 ) -> list[list[int]]:
-    """Token ids of each document, whole and without special tokens."""
+    """Return token ids of each document, whole and without special tokens."""
     phase, ids = Phase("reading files", len(documents)), list[list[int]]()
     # The Rust tokenizer below does not warn that a file is longer than the context.
     inner = tokenizer.backend_tokenizer

@@ -95,12 +95,12 @@ class DrafterModel:
 
 
 def trained_levels(folder: Path) -> int:
-    """Depth that the drafter in a folder was trained to draft to."""
+    """Return the depth that the drafter in a folder was trained to draft to."""
     return int(json.loads((folder / CONFIG_FILE).read_text())[SECTION]["levels"])
 
 
 def drafter_method(folder: Path, target: Path) -> str:
-    """The method of the drafter in `folder`.
+    """Return the method of the drafter in `folder`.
 
     Raises ValueError if it is no drafter, or was made for another target than the one in `target`.
     """
@@ -157,7 +157,7 @@ class Heldout:
         return measured
 
     def chains(self) -> list[Chain]:
-        """Chains that the drafter as it is now drafts along all texts."""
+        """Return chains that the drafter as it is now drafts along all texts."""
         with tempfile.TemporaryDirectory() as current:
             self._drafter.save(Path(current))
             drafter = self._drafter.load_drafter(
@@ -259,11 +259,11 @@ class Texts:
         return cls(corpus, trained, heldout, written, eos, decoder)
 
     def batches(self, files: int) -> Batches:
-        """Batches of the target's own texts and of the first `files` training files."""
+        """Return the batches of the target's own texts and of the first `files` training files."""
         return Batches([*self.written, *self.trained[:files]], self.eos)
 
     def card_section(self, files: int | None) -> str:
-        """The section of a model card about these texts."""
+        """Return the section of a model card about these texts."""
         return f"""## Data
 
 {len(self.trained[:files])} files of the {self.corpus.source} and {len(self.written):,} texts that
@@ -338,8 +338,8 @@ def parameters(model: nn.Module) -> str:
 
 
 def origin(progress: Progress) -> str:
-    """How the weights were made, for a model card: counts, machine, command, and the losses of the
-    first twentieth of the steps, with which another run of the command is compared."""
+    """Return how the weights were made, for a model card: counts, machine, command, and the losses
+    of the first twentieth of the steps, with which another run of the command is compared."""
     command = shlex.join(["paceline", *sys.argv[1:]])
     text = f"""{progress.description}, on {usable_cpus()} threads of a processor {processor_name()},
 by `{command}`"""
@@ -351,7 +351,7 @@ by `{command}`"""
 
 
 def rounds_section(rounds: Rounds) -> str:
-    """The section of a model card about accepted tokens."""
+    """Return the section of a model card about accepted tokens."""
     positions = range(1, 1 + max([1, *map(max, rounds.values())]))
     header = ["texts", "rounds", "accepted length", *(f"position {p}" for p in positions)]
     rows = [header, ["---"] * len(header)]

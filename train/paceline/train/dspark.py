@@ -68,7 +68,7 @@ class TrainingBlocks:
 
 
 def whole_blocks(tokens: Tensor, levels: int, separator: int) -> Tensor:
-    """Where a block may begin in rows of several texts.
+    """Return where a block may begin in rows of several texts.
 
     This is at the second token or later, `levels` tokens before the row's end, and never if the
     block would continue after a `separator`, where another text begins.
@@ -380,7 +380,7 @@ class DSparkTrainer(LayerTrainer[DSparkPreset, DSparkDrafterModel]):
     def initial_weights(
         self, source: ModelSource, drafter: DSparkDrafterModel
     ) -> dict[str, Tensor]:
-        """Weights of the target's last layers, by the names of a DSparkModel.
+        """Return the weights of the target's last layers, by the names of a DSparkModel.
 
         The context of the layers is what the first of them reads in the target, as near as a tap
         is. Mask tokens are new to them: the final norm is small at first, so that logits are nearly

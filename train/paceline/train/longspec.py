@@ -73,7 +73,7 @@ class LaggedLayer(nn.Module):
         lags: Sequence[int],
         sinks: int,
     ) -> Tensor:
-        """Hidden states for the target's LM head.
+        """Return hidden states for the target's LM head.
 
         Args:
             keys: The target layer's keys after RoPE at these positions, `[B, Hkv, S, D]`.
@@ -128,7 +128,7 @@ def _windowed(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Grouped-query attention of `[B, H, S, D]` over `[B, Hkv, S, D]`; without a mask, causal."""
+    """Attend with grouped queries `[B, H, S, D]` over `[B, Hkv, S, D]`; without a mask, causal."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
@@ -166,14 +166,14 @@ class LaggedLoss:
 
 
 def draw_lags(preset: LongSpecPreset) -> list[int]:
-    """The lags of a step, rising, from torch's global generator."""
+    """Return the lags of a step, rising, from torch's global generator."""
     trained = preset.trained_lags
     drawn = torch.randperm(len(trained))[: preset.lags]
     return sorted(trained[i] for i in drawn.tolist())
 
 
 def lag_weights(lags: Sequence[int], counted: Tensor, preset: LongSpecPreset) -> Tensor:
-    """Weights of tokens, fp32 [lags, rows * length], that add up to 1.
+    """Return the weights of tokens, fp32 [lags, rows * length], that add up to 1.
 
     They are 0 where `counted` [rows, length] is false, and where no position of the target is seen.
     """
@@ -184,7 +184,7 @@ def lag_weights(lags: Sequence[int], counted: Tensor, preset: LongSpecPreset) ->
 
 
 def offset_positions(rows: int, length: int, context: int) -> Tensor:
-    """Anchor-offset indices of short texts (LongSpec, section 3.2 and algorithm 1).
+    """Return anchor-offset indices of short texts (LongSpec, section 3.2 and algorithm 1).
 
     The first four positions are 0 to 3. The others are consecutive from a random offset on, drawn
     for each row from torch's global generator, so that the last is at most `context` - 1.
@@ -334,13 +334,13 @@ class FrozenTarget:
         return weight
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Token embedding [..., hidden], bf16."""
+        """Return the token embedding [..., hidden], bf16."""
         embedded: Tensor = self.model.get_input_embeddings()(tokens)
         return embedded
 
     @torch.no_grad()
     def read(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Hidden states for the LM head [B, S, hidden], keys and values [B, Hkv, S, D], all bf16.
+        """Return hidden states for the head [B, S, hidden], keys and values [B, Hkv, S, D], bf16.
 
         `tokens` and `positions` are int64 [B, S]. Attention is causal in the order of the tokens,
         not of their positions.
@@ -414,7 +414,7 @@ class LongSpecTrainer(LayerTrainer[LongSpecPreset, LongSpecDrafterModel]):
     def initial_weights(
         self, source: ModelSource, drafter: LongSpecDrafterModel
     ) -> dict[str, Tensor]:
-        """Weights of the target's first and last layer, by the names of a LongSpecModel.
+        """Return the weights of the target's first and last layer, by the names of a LongSpecModel.
 
         Self-attention reads embeddings, as the target's first layer does; queries of the target
         layer that is read fit its keys.

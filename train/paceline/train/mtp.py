@@ -26,7 +26,7 @@ _LAYER_SCALE = 1 / 32
 
 
 def _final_norm(source: ModelSource) -> Tensor:
-    """Factors of a target's final norm, ``[hidden]``."""
+    """Return the factors of a target's final norm, ``[hidden]``."""
     config, tensors = source.config(), source.tensors(torch.float32, "cpu")
     return read_norm(config, tensors, "model.norm", config.hidden)
 
@@ -69,7 +69,7 @@ class MtpTrainer(UnrolledTrainer[MtpPreset, MtpDrafterModel]):
         return MtpDrafterModel(self.target, model.to(device), trained_levels(folder))
 
     def initial_weights(self, source: ModelSource, drafter: MtpDrafterModel) -> dict[str, Tensor]:
-        """Weights of the target's last layer, by the names of an MtpModel.
+        """Return the weights of the target's last layer, by the names of an MtpModel.
 
         The projection passes the state on without the factors of the target's final norm, and adds
         the embedding. It has a mean square of 1, so what the layer adds is scaled too.

@@ -47,7 +47,7 @@ class Phase:
         print(line, flush=True)
 
     def take(self, items: Iterable[T]) -> Iterator[T]:
-        """The items, each counted once its user asks for the next, until the time is over."""
+        """Yield the items, each counted once its user asks for the next, until the time is over."""
         for item in items:
             yield item
             self.add()

@@ -41,11 +41,11 @@ class Plan:
     final_rate: float = 0.1  # share of a stage's rate that is left at its end
 
     def progress(self, step: int, elapsed: float) -> float:
-        """Share of the run done, 0 to 1, after `step` steps and `elapsed` seconds of stepping."""
+        """Return the share of the run done, 0 to 1, after `step` steps of `elapsed` seconds."""
         return min(1.0, max(step / self.steps, elapsed / (60 * self.minutes)))
 
     def stage(self, progress: float) -> tuple[Stage, float]:
-        """The stage at a share of the run, and the share of the stage that is done."""
+        """Return the stage at a share of the run, and the share of the stage that is done."""
         begun = 0.0
         for stage in self.stages:
             if progress < begun + stage.share:
@@ -54,14 +54,14 @@ class Plan:
         return stage, min(1.0, (progress - begun) / stage.share)
 
     def rate(self, step: int, progress: float) -> float:
-        """Factor on the learning rates: a short warm-up, and a cosine in each stage."""
+        """Return the factor on the learning rates: a short warm-up, and a cosine in each stage."""
         stage, done = self.stage(progress)
         cosine = (1 + math.cos(math.pi * done)) / 2
         fall = self.final_rate + (1 - self.final_rate) * cosine
         return stage.rate * fall * min(1.0, (step + 1) / self.warm_up)
 
     def documents(self, progress: float) -> int | None:
-        """How many documents the next batch is drawn from; None: all."""
+        """Return how many documents the next batch is drawn from; None: all."""
         return (self.focus or None) if self.stage(progress)[0].focus else None
 
     def shape(self, progress: float) -> tuple[int, int]:
@@ -74,7 +74,7 @@ class CosinePlan(Plan):
     """A plan with one cosine over the whole run, whatever its stages."""
 
     def rate(self, step: int, progress: float) -> float:
-        """Factor on the learning rates: a linear rise, then a cosine."""
+        """Return the factor on the learning rates: a linear rise, then a cosine."""
         fall = _FINAL_RATE + (1 - _FINAL_RATE) * (1 + math.cos(math.pi * progress)) / 2
         return fall * min(1.0, progress / _WARM_UP + 1 / (1 + _WARM_UP * self.steps))
 

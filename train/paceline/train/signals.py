@@ -36,7 +36,7 @@ class TappedTarget:
         self._taps = tuple(taps)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Token embedding, fp32 `[..., hidden]`."""
+        """Return the token embedding, fp32 `[..., hidden]`."""
         rows: Tensor = self.decoder.embed(tokens.flatten())
         return rows.view(*tokens.shape, -1)
 
@@ -192,7 +192,7 @@ def _claim(work: Path, contents: dict[str, Any]) -> None:
 
 
 def _mapped(path: Path, shape: tuple[int, ...]) -> Tensor:
-    """A bfloat16 tensor in a file, which is made if it does not exist."""
+    """Return a bfloat16 tensor in a file, which is made if it does not exist."""
     path.parent.mkdir(parents=True, exist_ok=True)
     size = math.prod(shape)
     flat = torch.from_file(str(path), shared=True, size=size, dtype=torch.bfloat16)

@@ -56,7 +56,7 @@ class Unrolled(nn.Module):
         self.model = model
 
     def forward(self, rows: TrainingRows, depths: int) -> Tensor:
-        """Hidden states for the LM head, `[depths, B, Q, hidden]`.
+        """Return hidden states for the LM head, `[depths, B, Q, hidden]`.
 
         Of the rows at depth d, counted from 0, the first d are undefined: there is no output to
         read.
@@ -97,7 +97,7 @@ def _join(past: Tensor, new: Tensor) -> Tensor:
 
 
 def depth_weights(counted: Tensor, preset: UnrolledPreset) -> Tensor:
-    """Weights of predictions, fp32 `[depths, B * Q]`, that add up to 1.
+    """Return the weights of predictions, fp32 `[depths, B * Q]`, that add up to 1.
 
     They are 0 where `counted` `[B, Q]` is false, and where a depth has nothing to read.
     """

@@ -30,7 +30,7 @@ class ParameterError(ValueError):
     def unexpected(
         cls, parameter: str, expected: str, value: object, at: str = ""
     ) -> ParameterError:
-        """The error of a value, or of its part `at`, such as "[3]"."""
+        """Return the error of a value, or of its part `at`, such as "[3]"."""
         try:
             shown = _SHORT.repr(value)
         except Exception:  # of the value's own `__repr__`, or an int of thousands of digits
@@ -39,7 +39,7 @@ class ParameterError(ValueError):
 
 
 def exactly(value: object, kind: type[_T]) -> _T | None:
-    """A value as a bool, int, float or str; None if it is not one, or would not stay the same.
+    """Return a value as a bool, int, float or str; None if it is none, or would change.
 
     Scalars of numpy and torch are taken. A bool is no number.
     """
@@ -65,8 +65,8 @@ def checked(
     valid: Callable[[_T], bool] = lambda _: True,
     at: str = "",
 ) -> _T:
-    """A value as `kind`, as of `exactly`, which `valid` says is in its range. Errors say what was
-    `expected`, and of which part of the parameter (`at`, such as "[3]").
+    """Return a value as `kind`, as of `exactly`, which `valid` says is in its range. Errors say
+    what was `expected`, and of which part of the parameter (`at`, such as "[3]").
 
     Raises `ParameterError` for another type, a value out of range, or a text with half a surrogate
     pair, which UTF-8 cannot encode.
@@ -92,7 +92,7 @@ def require(parameter: str, value: object, kind: type | UnionType, expected: str
 
 
 def items(parameter: str, value: object, expected: str, max_items: int) -> list[Any]:
-    """The items of a sequence, or of an array or tensor of one dimension. Raises
+    """Return the items of a sequence, or of an array or tensor of one dimension. Raises
     ``ParameterError``: it is not that (text and bytes are not), or has more than `max_items`."""
     if hasattr(value, "tolist"):
         value = value.tolist()
@@ -108,7 +108,7 @@ def items(parameter: str, value: object, expected: str, max_items: int) -> list[
 
 
 def as_json(parameter: str, value: object) -> str:
-    """A value as JSON. Raises ParameterError if it cannot be written so."""
+    """Return a value as JSON. Raises ParameterError if it cannot be written so."""
     try:
         return json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:

@@ -23,7 +23,7 @@ MXFP4 = "mxfp4"
 def decoder_config(
     hf: Any, eos_token_ids: tuple[int, ...], weights: torch.dtype | str, stored: str | None = None
 ) -> DecoderConfig:
-    """The decoder's configuration from one of transformers.
+    """Return the decoder's configuration from one of transformers.
 
     Args:
         hf: The transformers config.
@@ -108,8 +108,8 @@ def decoder_config(
 
 
 def _intermediate(hf: Any) -> int:
-    """The width of a feed-forward block, or of an expert. LFM2 names the one that its own is made
-    of."""
+    """Return the width of a feed-forward block, or of an expert. LFM2 names the one that its own is
+    made of."""
     expert = getattr(hf, "enable_moe_block", True) and getattr(hf, "moe_intermediate_size", None)
     wide = expert or hf.intermediate_size
     if getattr(hf, "block_auto_adjust_ff_dim", False):
@@ -120,9 +120,9 @@ def _intermediate(hf: Any) -> int:
 
 
 def _context(hf: Any, family: Family) -> int:
-    """The longest text of a model. Frequencies that are divided by a factor make it longer, as vLLM
-    has it: YaRN's to the factor times the original length, whatever the config names besides;
-    linear ones to the factor times the length. Gemma's configs name the longer one."""
+    """Return the longest text of a model. Frequencies that are divided by a factor make it longer,
+    as vLLM has it: YaRN's to the factor times the original length, whatever the config names
+    besides; linear ones to the factor times the length. Gemma's configs name the longer one."""
     rope = rope_parameters(hf)
     kind, context = rope.get("rope_type", "default"), hf.max_position_embeddings
     if kind == "yarn":
@@ -133,7 +133,7 @@ def _context(hf: Any, family: Family) -> int:
 
 
 def _experts(hf: Any) -> dict[str, Any]:
-    """The fields of a mixture of experts."""
+    """Return the fields of a mixture of experts."""
     experts = getattr(hf, "num_local_experts", None) or hf.num_experts
     used: Any = getattr(hf, "top_k_experts", None) or getattr(hf, "num_experts_per_tok", None)
     numbers = isinstance(used, int) and isinstance(experts, int)
@@ -155,7 +155,7 @@ def _experts(hf: Any) -> dict[str, Any]:
 
 
 def _dense_layers(hf: Any) -> tuple[int, ...]:
-    """Layers without experts, by the fields of all families."""
+    """Return layers without experts, by the fields of all families."""
     count = hf.num_hidden_layers
     step = getattr(hf, "decoder_sparse_step", None) or getattr(hf, "moe_layer_interval", None) or 1
     names = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
@@ -201,7 +201,7 @@ def _refuse_unsupported(hf: Any) -> None:
 
 
 def _quantisation(hf: Any) -> str:
-    """The method by which a checkpoint is quantised, "" if it is not."""
+    """Return the method by which a checkpoint is quantised, "" if it is not."""
     described = getattr(hf, "quantization_config", None) or {}
     return str(described.get("quant_method", "unknown")) if described else ""
 
@@ -228,8 +228,8 @@ def rope_parameters(hf: Any, layers: str = "full_attention") -> dict[str, Any]:
 
 
 def _frequencies_by_layer(hf: Any, thetas: Sequence[float]) -> tuple[Tensor, dict[str, Any]]:
-    """Inverse frequencies of the largest base, and the switches for layers with another one; base
-    0: none."""
+    """Return inverse frequencies of the largest base, and the switches for layers with another one;
+    base 0: none."""
     first, *others = sorted(set(thetas), reverse=True)
     scaled = rope_parameters(hf).get("rope_type", "default") != "default"
     if len(thetas) != hf.num_hidden_layers or len(others) > 1 or first <= 0 or scaled:
@@ -270,7 +270,7 @@ def _heads_differ(hf: Any) -> bool:
 
 
 def _of_kind(hf: Any, layers: str) -> Any:
-    """The config of a kind of layers, where heads differ by kind."""
+    """Return the config of a kind of layers, where heads differ by kind."""
     if not _heads_differ(hf):
         return hf
     if (by_kind := getattr(hf, "per_layer_config", None)) is None:
@@ -282,7 +282,7 @@ def _of_kind(hf: Any, layers: str) -> Any:
 
 
 def _heads(hf: Any) -> tuple[tuple[int, int], tuple[int, ...]]:
-    """KV heads and width of heads of all layers, and those that tensors have; see
+    """Return KV heads and width of heads of all layers, and those that tensors have; see
     :class:`paceline.decoder.DecoderConfig`."""
     kinds = ("full_attention", "sliding_attention")
     shapes = [(_of_kind(hf, kind).num_key_value_heads, _head_dim(hf, kind)) for kind in kinds]
@@ -297,7 +297,7 @@ def _head_dim(hf: Any, layers: str = "full_attention") -> int:
 
 
 def _rotary_width(hf: Any, layers: str = "full_attention") -> int:
-    """Dimensions of a head that are turned; "proportional" frequencies of others are 0."""
+    """Return a head's turned dimensions; "proportional" frequencies of others are 0."""
     rope = rope_parameters(hf, layers)
     part = 1.0 if rope.get("rope_type") == "proportional" else rope.get("partial_rotary_factor")
     return int(_head_dim(hf, layers) * float(1.0 if part is None else part))
@@ -306,9 +306,9 @@ def _rotary_width(hf: Any, layers: str = "full_attention") -> int:
 def rope_frequencies(
     hf: Any, layers: str = "full_attention", context: int | None = None
 ) -> tuple[Tensor, float]:
-    """Inverse frequencies of the rotary embedding after scaling, float32 ``[head_dim / 2]``, with 0
-    for dimensions that are not turned, and the factor on cos and sin, which is 1 except for YaRN
-    and "longrope".
+    """Return inverse frequencies of the rotary embedding after scaling, float32 ``[head_dim / 2]``,
+    with 0 for dimensions that are not turned, and the factor on cos and sin, which is 1 except for
+    YaRN and "longrope".
 
     Frequencies of "longrope" depend on the length of a text in transformers. Here they must not:
     frequencies of long texts are used if the ``context``, the longest text (None: of the model), is
@@ -335,7 +335,7 @@ def rope_frequencies(
 
 
 def head_order(config: DecoderConfig) -> Tensor | None:
-    """Dimensions of a head in the order of :class:`Rope`, int64 ``[head_dim]``; None: as they are.
+    """Return a head's dimensions in the order of :class:`Rope`, int64 ``[head_dim]``; None: as is.
 
     The table turns dimensions half a head apart. Where a model turns others, the rows of its q and
     k projections are put in this order, which does not change a score.
@@ -373,7 +373,7 @@ def _windows(hf: Any, family: Family) -> tuple[int | None, ...]:
 
 
 def _dtype(hf: Any, weights: str) -> torch.dtype:
-    """The type that ``weights`` names, otherwise the model's own; bfloat16 for float16."""
+    """Return the type that ``weights`` names, otherwise the model's own; bfloat16 for float16."""
     if weights in _FLOATS:
         return _FLOATS[weights]
     name = str(getattr(hf, "dtype", None) or torch.float32).removeprefix("torch.")

@@ -71,7 +71,7 @@ class DrafterTensors(Checkpoint):
         self._differences = SECTION not in read_object(Path(folder) / "config.json")
 
     def draft_tokens(self) -> Tensor:
-        """The target's id of each drafted token; empty if the folder has none."""
+        """Return the target's id of each drafted token; empty if the folder has none."""
         if DRAFT_TOKENS not in self:
             return torch.empty(0)
         ids = self.stored(DRAFT_TOKENS)
@@ -84,8 +84,8 @@ def _own_name(name: str) -> str:
 
 
 def read_described(folder: Path) -> dict[str, Any]:
-    """The config.json of a drafter's folder. Raises ``FileNotFoundError`` if there is none, and
-    ``UnsupportedModelError`` if it is no JSON, or a number in it is out of range."""
+    """Return the config.json of a drafter's folder. Raises ``FileNotFoundError`` if there is none,
+    and ``UnsupportedModelError`` if it is no JSON, or a number in it is out of range."""
     path = folder / "config.json"
     if not path.exists():
         raise FileNotFoundError(f"{folder} has no config.json")
@@ -97,7 +97,7 @@ def read_described(folder: Path) -> dict[str, Any]:
 
 
 def published(described: Json) -> tuple[str, str] | None:
-    """The method and the project of a published config.json; None if it is of no known drafter."""
+    """Return method and project of a published config.json; None if of no known drafter."""
     named = described.get("architectures")
     names = [str(name) for name in named] if isinstance(named, list) else []
     kind = described.get("speculators_model_type")
@@ -110,7 +110,7 @@ def published(described: Json) -> tuple[str, str] | None:
 
 
 def published_shape(described: Json, method: str, target_layers: int = 0) -> dict[str, Any]:
-    """The fields of a published drafter's shape, by all of its config.json.
+    """Return the fields of a published drafter's shape, by all of its config.json.
 
     Raises ``UnsupportedModelError`` if it is of another method, needs an unsupported feature, lacks
     a field, or is for a target of another depth than ``target_layers``; 0: not known.
@@ -169,7 +169,7 @@ def _read_taps(described: Json, speculators: bool, layers: int) -> tuple[int, ..
 
 
 def usual_taps(layers: int) -> tuple[int, ...]:
-    """The layers that EAGLE-3 reads by default: the inputs of layers 2, n / 2 and n - 3 of n."""
+    """Return the layers that EAGLE-3 reads by default: inputs of layers 2, n / 2 and n - 3 of n."""
     return 1, layers // 2 - 1, layers - 4
 
 
@@ -239,7 +239,7 @@ def _check_speculators(described: Json, layer: Json) -> None:
 
 
 def _read_dflash(fields: Json) -> dict[str, Any]:
-    """What only the layout of DFlash and SpecForge has."""
+    """Return what only the layout of DFlash and SpecForge has."""
     kind = fields.get("projector_type", "dflash")
     if kind not in ("dflash", "dspark") or fields.get("attention_mode", "gqa") != "gqa":
         raise UnsupportedModelError(
@@ -273,7 +273,7 @@ def _read_heads(fields: Json) -> dict[str, Any]:
 
 
 def _sliding(described: Json, project: str, slides: list[bool], window: int) -> dict[str, Any]:
-    """Windows of layers, and which are causal.
+    """Return the windows of layers, and which are causal.
 
     In DFlash a position attends to the ``window`` positions up to its own, in speculators to the
     ``window`` before the anchor.
@@ -308,7 +308,7 @@ def _layer_fields(described: Json, hf: Json) -> dict[str, Any]:
 
 
 def _whole_config(layer: Json, kinds: Sequence[str]) -> Json:
-    """A transformers configuration of layers with all its fields.
+    """Return a transformers configuration of layers with all its fields.
 
     ``layer`` is as it is in a file, ``kinds`` are supported model types, of ``llama`` and
     ``qwen3``. Raises ``UnsupportedModelError`` if it is of another type, or of one with biases or

@@ -48,7 +48,7 @@ _STACKED = re.compile(
 
 
 def shared_name(stored: str) -> str:
-    """The name of a folder's tensor in all families."""
+    """Return the name of a folder's tensor in all families."""
     for part, ours in _NAMES.items():
         stored = stored.replace(part, ours)
     return f"{stored}.weight" if stored.endswith(".sinks") else stored
@@ -111,7 +111,7 @@ class ExpertTensors(Tensors[Weight]):
         return tensor.flatten() if name.endswith(".choice.bias") else tensor  # ERNIE has a matrix
 
     def mapped(self, name: str) -> Weight:
-        """A tensor mapped from the file, where possible; see :meth:`Checkpoint.mapped`."""
+        """Return a tensor mapped from the file, where possible; see :meth:`Checkpoint.mapped`."""
         place = self._names[name]
         return self._folder.mapped(place) if isinstance(place, str) else self._read(place)
 

@@ -160,7 +160,7 @@ class Family:
     gguf_values: Values = _none  # fields of the transformers config by a GGUF file's metadata
 
     def layer_tensors(self, of: Any, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Names and shapes of a layer's tensors, without the prefix of the layer.
+        """Yield names and shapes of a layer's tensors, without the prefix of the layer.
 
         ``of`` has the fields of :class:`paceline.decoder.DecoderConfig` for widths, heads, biases
         and experts. Tensors of experts are named and shaped as one of all, ``[experts, ...]``; see
@@ -235,12 +235,12 @@ class Family:
             yield "self_attn.sinks.weight", (of.q_heads,)
 
     def layer_norms(self, delta: bool) -> tuple[str, str, str, str]:
-        """Names of the norms of a layer, with the gated delta rule or with attention."""
+        """Return the names of the norms of a layer, with the gated delta rule or with attention."""
         return self.delta_norms if delta and self.delta_norms is not None else self.norms
 
 
 def own_tensors(of: Any) -> Iterator[tuple[tuple[str, str], tuple[int, ...]]]:
-    """Names, in a folder and in a GGUF file, and shapes of the tensors beside the layers that
+    """Yield names, in a folder and in a GGUF file, and shapes of the tensors beside the layers that
     layers have inputs of their own by; ``of`` as in :meth:`Family.layer_tensors`."""
     if width := of.layer_input:
         yield OWN_EMBEDDING, (of.vocab_size, of.layers * width)
@@ -249,13 +249,13 @@ def own_tensors(of: Any) -> Iterator[tuple[tuple[str, str], tuple[int, ...]]]:
 
 
 def unread_tensors(of: Any, layer: int) -> tuple[str, ...]:
-    """Names of tensors of a layer that published models have, although nothing reads them."""
+    """Return names of a layer's tensors that published models have, although nothing reads them."""
     names = ("k_proj", "v_proj", "k_norm") if layer in of.shared_layers else ()
     return tuple(f"self_attn.{name}.weight" for name in names)
 
 
 def delta_outs(name: str, shape: DeltaShape) -> int:
-    """Outputs of a projection or convolution of a layer with recurrent states."""
+    """Return how many outputs a projection or convolution of a recurrent layer has."""
     if not shape.key_dim:
         return 3 * shape.values if name == "in_proj" else shape.values
     keys, values, heads = shape.key_heads * shape.key_dim, shape.values, shape.value_heads
@@ -264,7 +264,7 @@ def delta_outs(name: str, shape: DeltaShape) -> int:
 
 
 def expert_name(name: str, expert: int) -> str:
-    """Name of an expert's part of a tensor of all experts."""
+    """Return the name of an expert's part of a tensor of all experts."""
     return name.replace(".experts.", f".experts.{expert}.")
 
 
@@ -469,7 +469,7 @@ def _delta(hf: Any) -> dict[str, Any]:
 
 
 def _recurrent(hf: Any, kind: str, heads: tuple[int, ...], taps: str) -> dict[str, Any]:
-    """Layers with recurrent states, by their type, their heads and the field of their taps."""
+    """Return layers with recurrent states, by their type, their heads and the field of taps."""
     layers = tuple(i for i, layer in enumerate(hf.layer_types) if layer == kind)
     if not 2 <= getattr(hf, taps) <= MAX_TAPS:
         raise ValueError(f"{taps} is {getattr(hf, taps)}, expected 2 to {MAX_TAPS}")
@@ -794,8 +794,8 @@ FAMILIES = {
 
 
 def refusal(kind: str, name: str, known: Iterable[str], fields: Mapping[str, Any]) -> str:
-    """Why a model is refused: the first feature among its fields that no family has, or the types
-    that are known.
+    """Return why a model is refused: the first feature among its fields that no family has, or the
+    types that are known.
 
     ``kind``, ``name``: what types are called there, and the model's.
     """

@@ -60,7 +60,7 @@ def _matrices(
 
 
 def _pass(matrices: list[PackedMatrix], rows: int, cores: int) -> float:
-    """The time of one pass of some rows through matrices. Unit: seconds."""
+    """Return the time of one pass of some rows through matrices. Unit: seconds."""
     inputs = {matrix.ins: torch.randn(rows, matrix.ins) for matrix in matrices}
 
     def run(core: int) -> None:

@@ -26,7 +26,7 @@ FIM_TEXTS = {
 
 
 def fim_tokens(tokenizer: bytes) -> dict[str, str]:
-    """Texts of the tokens that a tokenizer.json adds, by name."""
+    """Return the texts of the tokens that a tokenizer.json adds, by name."""
     added = json.loads(tokenizer or b"{}").get("added_tokens") or ()
     texts = {token["content"] for token in added}
     first = {name: next(filter(texts.__contains__, known), "") for name, known in FIM_TEXTS.items()}

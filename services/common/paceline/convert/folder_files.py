@@ -66,7 +66,7 @@ _TYPES = ("float32", "float16", "bfloat16", "auto")  # types of a model, by thei
 
 
 def part_paths(path: Path) -> list[Path]:
-    """The files of a model by the first one: itself, or all parts ``NAME-00001-of-0000N.gguf``."""
+    """Return a model's files by the first: itself, or all parts ``NAME-00001-of-0000N.gguf``."""
     match = _PART.fullmatch(path.name)
     if match is None:
         return [path]
@@ -76,7 +76,7 @@ def part_paths(path: Path) -> list[Path]:
 
 
 def read_file(path: Path, limit: int = _MAX_BYTES) -> bytes:
-    """The content of a file; empty if there is none.
+    """Return the content of a file; empty if there is none.
 
     Raises ``UnsupportedModelError`` if it is no file, cannot be read, or is larger than
     ``limit`` bytes.
@@ -103,7 +103,7 @@ def read_text(path: Path, limit: int = _MAX_CONFIG) -> str:
 
 
 def parse_object(path: Path, content: str | bytes) -> dict[str, Any]:
-    """The JSON object in the content of a file.
+    """Return the JSON object in the content of a file.
 
     Raises ``UnsupportedModelError`` if it is no JSON object in UTF-8.
     """
@@ -118,8 +118,8 @@ def parse_object(path: Path, content: str | bytes) -> dict[str, Any]:
 
 
 def read_object(path: Path, limit: int = _MAX_CONFIG) -> dict[str, Any]:
-    """The JSON object in a file; empty if there is no file. Raises ``UnsupportedModelError`` if the
-    file is no JSON object, or too large."""
+    """Return the JSON object in a file; empty if there is no file. Raises ``UnsupportedModelError``
+    if the file is no JSON object, or too large."""
     content = read_file(path, limit)
     return parse_object(path, content) if content else {}
 
@@ -161,8 +161,8 @@ def _check_field(path: Path, prefix: str, name: str, value: Any) -> None:
 
 
 def token_ids(path: Path, name: str, value: Any, vocab_size: int) -> tuple[int, ...]:
-    """Token ids of a field: one, a list, or none if it is null. Ids that the model does not have
-    are left out: it never gives them. Raises ``UnsupportedModelError`` if it is something else."""
+    """Return token ids of a field: one, a list, or none if it is null; without ids that the model
+    does not have, as it never gives them. Raises ``UnsupportedModelError`` otherwise."""
     tokens = [] if value is None else value if isinstance(value, list) else [value]
     for token in tokens:
         number = isinstance(token, int) and not isinstance(token, bool)
@@ -174,7 +174,7 @@ def token_ids(path: Path, name: str, value: Any, vocab_size: int) -> tuple[int, 
 
 
 def one_line(error: BaseException) -> str:
-    """An error's message in one line of at most 300 characters."""
+    """Return an error's message in one line of at most 300 characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 300 else f"{text[:299]}…"
 

@@ -51,7 +51,7 @@ class FolderTokenizer:
 def folder_tokenizer(
     folder: Path, special_tokens: Mapping[str, str], vocab_size: int | None
 ) -> FolderTokenizer | None:
-    """The tokenizer of a folder, kept between starts; None: it has no file of one.
+    """Return the tokenizer of a folder, kept between starts; None: it has no file of one.
     ``special_tokens`` are texts by name, such as "bos_token"; it warns of token ids from
     ``vocab_size`` on. Raises ``UnsupportedModelError`` if a file is missing or damaged, or the
     tokenizer takes too much time or memory."""
@@ -94,7 +94,7 @@ def _text(path: Path, raw: bytes) -> str:
 
 
 def _lacks(folder: Path, raw: bytes, config: Mapping[str, Any]) -> bool:
-    """Whether tokens that the folder adds with their ids are not in tokenizer.json."""
+    """Return whether tokens that the folder adds with their ids are not in tokenizer.json."""
     described = config.get("added_tokens_decoder")
     added = [
         item.get("content") for item in (described if isinstance(described, dict) else {}).values()
@@ -114,7 +114,7 @@ def _lacks(folder: Path, raw: bytes, config: Mapping[str, Any]) -> bool:
 
 
 def _by_transformers(folder: Path) -> str:
-    """The content of a tokenizer.json, built of the other files by transformers."""
+    """Return the content of a tokenizer.json, built of the other files by transformers."""
     there = [name for name in (_JSON, *_VOCABULARIES) if (folder / name).is_file()]
     if not there:
         raise UnsupportedModelError(

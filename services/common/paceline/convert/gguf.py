@@ -182,7 +182,7 @@ class Metadata:
         return *self.heads[not full], 1 if layer in self.shared_layers else projected
 
     def window_types(self) -> list[str]:
-        """Types of layers, with a window or without."""
+        """Return the types of layers, with a window or without."""
         kinds = ("full_attention", "sliding_attention")
         return [kinds[bool(flag)] for flag in self.numbers("attention.sliding_window_pattern")]
 
@@ -202,8 +202,8 @@ class Metadata:
         )
 
     def _kv_counts(self) -> list[int]:
-        """KV heads of each layer: the same number, one for each kind of layers where heads differ,
-        or 0 for a short convolution."""
+        """Return KV heads of each layer: the same number, one for each kind of layers where heads
+        differ, or 0 for a short convolution."""
         key = "attention.head_count_kv"
         if not isinstance(self.get(key), GgufArray):
             return [self.count(key, self.q_heads)] * self.layers
@@ -238,11 +238,11 @@ class Metadata:
         return "olmo3" if family == "olmo2" and windows else family
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A value of the architecture."""
+        """Return a value of the architecture."""
         return self._values.get(f"{self.architecture}.{key}", default)
 
     def count(self, key: str, default: int | None = None) -> int:
-        """An integer from 1 to 2^31 - 1."""
+        """Return an integer from 1 to 2^31 - 1."""
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _MAX_NUMBER:
             raise self._error(
@@ -251,14 +251,14 @@ class Metadata:
         return value
 
     def is_ahead(self, name: str) -> bool:
-        """Whether a tensor is of a block behind the layers."""
+        """Return whether a tensor is of a block behind the layers."""
         start, _, rest = name.partition(".")
         number = rest.partition(".")[0]
         blocks = range(self.layers, self.count("block_count"))
         return start == "blk" and number.isdecimal() and int(number) in blocks
 
     def numbers(self, key: str) -> list[float]:
-        """An array of numbers, one a layer."""
+        """Return an array of numbers, one a layer."""
         value = self.get(key)
         if not isinstance(value, GgufArray) or not value.scalars or value.count != self.layers:
             raise self._error(
@@ -270,7 +270,7 @@ class Metadata:
         return self.count(key) if self.get(key) else default
 
     def real(self, key: str, default: float | None = None) -> float:
-        """A finite number above 0."""
+        """Return a finite number above 0."""
         value = self.get(key, default)
         if not isinstance(value, float) or not 0 < value < math.inf:
             raise self._error(
@@ -283,7 +283,7 @@ class Metadata:
 
 
 def expected_tensors(values: Metadata) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Names in the file, Hugging Face names and shapes of the tensors, without the LM head."""
+    """Yield the tensors' names in the file, Hugging Face names and shapes, but the LM head's."""
     names = {**GGUF_NAMES, **values.family.gguf_names}
     yield EMBEDDING, "model.embed_tokens.weight", (values.vocab_size, values.hidden)
     yield f"{names['model.norm']}.weight", "model.norm.weight", (values.hidden,)
@@ -464,7 +464,7 @@ class GgufModel(ModelSource):
         return {"full_attention": rope, "sliding_attention": local}
 
     def _factors(self, name: str, width: int) -> Tensor:
-        """Factors on the frequencies of ``width`` rotated dimensions, float32 ``[width / 2]``."""
+        """Return factors on frequencies of ``width`` rotated dimensions, fp32 ``[width / 2]``."""
         tensor, shape = self._file.tensors.get(name), (width // 2,)
         if tensor is None or tensor.shape != shape:
             raise UnsupportedModelError(f"{self.path} lacks the tensor {name!r} of shape {shape}")
@@ -574,8 +574,8 @@ class _Tensors(Tensors[Weight]):
 
 
 def _grouped(part: str, weight: Weight, shape: DeltaShape, *, tiled: bool) -> Weight:
-    """A tensor of a layer with recurrent states as folders have it: value heads are behind each
-    other by key head there, and in turns in the file if it is ``tiled``."""
+    """Return a tensor of a layer with recurrent states as folders have it: value heads are behind
+    each other by key head there, and in turns in the file if it is ``tiled``."""
     if part == "ssm_norm":
         return weight
     if part == "ssm_a":
@@ -596,7 +596,7 @@ def _grouped(part: str, weight: Weight, shape: DeltaShape, *, tiled: bool) -> We
 
 
 def _hf_rows(rows: int, heads: int) -> Tensor:
-    """The order that undoes llama.cpp's for the rows of llama's q and k, int64 ``[rows]``.
+    """Return the order that undoes llama.cpp's for the rows of llama's q and k, int64 ``[rows]``.
 
     There the two dimensions that RoPE turns together are neighbours; in Hugging Face's layout they
     are half a head apart.

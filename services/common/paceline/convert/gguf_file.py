@@ -69,7 +69,7 @@ class GgufTensor:
     data: Bytes  # bytes of the tensor, mapped from the file
 
     def part(self, index: int, count: int) -> GgufTensor:
-        """One of ``count`` equal parts of the outermost two dimensions together."""
+        """Return one of ``count`` equal parts of the outermost two dimensions together."""
         size = len(self.data) // count
         data = self.data[index * size : (index + 1) * size]
         shape = self.shape[0] * self.shape[1] // count, *self.shape[2:]
@@ -242,14 +242,14 @@ class _Reader:
         return UnsupportedModelError(f"{self.path}: {what}")
 
     def take(self, count: int) -> memoryview:
-        """The next bytes."""
+        """Return the next bytes."""
         start, self.at = self.at, self.at + count
         if self.at > len(self._view):
             raise self.damaged(f"the header ends at byte {len(self._view)}: the file is incomplete")
         return self._view[start : self.at]
 
     def number(self, format: str) -> Any:
-        """The next number, by its ``struct`` format."""
+        """Return the next number, by its ``struct`` format."""
         return struct.unpack(format, self.take(struct.calcsize(format)))[0]
 
     def text(self, what: str) -> str:
@@ -267,7 +267,7 @@ class _Reader:
             )
 
     def keys(self, count: int) -> Iterator[str]:
-        """Each next metadata key, of so many; its value is to be read before the next one."""
+        """Yield each next metadata key, of so many; its value is to be read before the next one."""
         for _ in range(count):
             yield self.text("a metadata key")
 
@@ -300,7 +300,7 @@ class _Reader:
 
 
 def decode(file: GgufFile, tensor: GgufTensor, *, small: bool = False) -> Tensor | QuantisedMatrix:
-    """The values of a tensor: a matrix of a supported format as it is, others converted.
+    """Return the values of a tensor: a matrix of a supported format as it is, others converted.
 
     F32, F16 and BF16 become tensors of that type. A matrix of Q8_0, Q4_0, Q4_1, Q4_K or MXFP4
     becomes blocks with exactly its values, any other format 8-bit blocks, or, if they are to be
@@ -355,12 +355,12 @@ def check_format(file: GgufFile, tensor: GgufTensor) -> None:
 
 
 def _rows(tensor: GgufTensor) -> Bytes:
-    """The bytes of a tensor, a row of the matrix each."""
+    """Return the bytes of a tensor, a row of the matrix each."""
     return tensor.data.reshape(-1, len(tensor.data) // int(np.prod(tensor.shape[:-1])))
 
 
 def _blocks(rows: Bytes, kind: GGMLQuantizationType, converted: int) -> QuantisedMatrix:
-    """Rows of a matrix as blocks, from their bytes; of ``converted`` bits if of other values."""
+    """Return a matrix's rows as blocks, from bytes; of ``converted`` bits if of other values."""
     if kind not in _EXACT:
         return quantise(torch.from_numpy(dequantize(rows, kind)), converted)
     split, bits, offset = _EXACT[kind]

@@ -96,7 +96,7 @@ _SPECIAL_TOKENS = {
 
 
 def _cased(letters: tuple[str, str], ticks: str, rest: str) -> str:
-    """Words of capital and then of small letters, or of capital letters alone."""
+    """Return the words of capital and then of small letters, or of capital letters alone."""
     capital, small = letters
     lead = r"[^\r\n\p{L}\p{N}]?"
     return f"{lead}{capital}*{small}+{ticks}|{lead}{capital}+{small}*{ticks}|{rest}"
@@ -177,7 +177,7 @@ class GgufTokenizer:
         return self.model not in ("none", "no_vocab") or f"{_KEY}tokens" in self._file.metadata
 
     def token(self, name: str) -> int | None:
-        """A token id of the metadata by its key, or None."""
+        """Return a token id of the metadata by its key, or None."""
         token = self._file.metadata.get(_KEY + name)
         if token is None:
             return None
@@ -186,8 +186,8 @@ class GgufTokenizer:
         return token
 
     def special_tokens(self) -> dict[str, str]:
-        """Texts of the special tokens by their names in transformers; an id of padding and the like
-        that is no token has none, since nothing else needs it."""
+        """Return the texts of the special tokens by their names in transformers; an id of padding
+        and the like that is no token has none, since nothing else needs it."""
         if not self.exists:
             return {}
         ends = {"bos_token_id": self.bos, "eos_token_id": self.eos}
@@ -227,7 +227,7 @@ class GgufTokenizer:
         return 2 if token is None and self._is_spm and self._limit > 2 else token
 
     def ends(self) -> tuple[int, ...]:
-        """All tokens that end a text or a turn, the tokenizer's own first."""
+        """Return all tokens that end a text or a turn, the tokenizer's own first."""
         named = [self.eos, self.token("eot_token_id"), self.token("eom_token_id")]
         ends = [end for end in named if end is not None]
         if self.exists:
@@ -241,7 +241,7 @@ class GgufTokenizer:
         return tuple(dict.fromkeys(ends))
 
     def tokenizer_json(self) -> str:
-        """The content of a tokenizer.json; empty if the file has no tokenizer."""
+        """Return the content of a tokenizer.json; empty if the file has no tokenizer."""
         from tokenizers import Tokenizer
 
         if not self.exists:
@@ -310,7 +310,7 @@ class GgufTokenizer:
         return texts | ({"</s>"} if "<|tool_response>" in known else set())
 
     def _added(self) -> Iterator[dict[str, Any]]:
-        """Tokens that are found in a text before anything else."""
+        """Yield tokens that are found in a text before anything else."""
         known = self._vocabulary
         name = str(self._file.metadata.get("general.name", "")).lower()
         strips = "phi-3" in name or "phi3" in name
@@ -428,7 +428,7 @@ class GgufTokenizer:
         }
 
     def _template(self) -> dict[str, Any] | None:
-        """What the tokenizer adds before and behind a text."""
+        """Return what the tokenizer adds before and behind a text."""
         bos, eos, tokens = self.added_bos, self.eos, self._vocabulary.tokens
         add_eos = self._flag("add_eos_token", False)
         if add_eos and eos is None:
@@ -460,7 +460,7 @@ class GgufTokenizer:
             raise UnsupportedModelError(f"{self._file.path}: {error}") from error
 
     def _numbers(self, name: str, count: int) -> Sequence[float]:
-        """The values of an array, at least so many; none: there is no such array."""
+        """Return the values of an array, at least so many; none: there is no such array."""
         array = self._array(name)
         if array is None:
             return ()
@@ -478,8 +478,8 @@ class GgufTokenizer:
 def _added_template(
     begin: tuple[str, int] | None, end: tuple[str, int] | None
 ) -> dict[str, Any] | None:
-    """The part of a tokenizer.json that adds tokens, each a text and an id, before and behind a
-    text; None: it adds none."""
+    """Return the part of a tokenizer.json that adds tokens, each a text and an id, before and
+    behind a text; None: it adds none."""
     if begin is None and end is None:
         return None
 

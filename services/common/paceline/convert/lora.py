@@ -128,7 +128,7 @@ class LoraModel(ModelSource):
         return config
 
     def _read_changes(self, config: dict[str, Any]) -> Iterator[tuple[str, _Change]]:
-        """The changes by name of the tensor."""
+        """Yield the changes by name of the tensor."""
         names = set(self._file.keys())
         modules = dict.fromkeys(map(self._module_of, sorted(names)))
         for module in modules:
@@ -147,7 +147,7 @@ class LoraModel(ModelSource):
             yield shared_name(f"{module}.weight"), _Change(pair, base, rank, scale)
 
     def _module_of(self, name: str) -> str:
-        """The module of a tensor. Raises ``UnsupportedModelError`` if it cannot be merged."""
+        """Return a tensor's module. Raises ``UnsupportedModelError`` if it cannot be merged."""
         module = name.removeprefix(_PREFIX)
         ends = (_A, _B, _BASE, *((".weight",) if module.endswith(_WHOLE) else ()))
         for end in ends:
@@ -181,7 +181,7 @@ class LoraModel(ModelSource):
         return self.merge(name, weight) if name in self._changes else weight
 
     def merge(self, name: str, weight: Tensor) -> Tensor:
-        """The weight of a tensor with what the adapter adds, summed in float32. Raises
+        """Return the weight of a tensor with what the adapter adds, summed in float32. Raises
         ``UnsupportedModelError`` if shapes of the adapter do not fit."""
         change = self._changes[name]
         if change.base:
@@ -229,7 +229,7 @@ class _Merged(Tensors[Weight]):
 
 
 def _by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
-    """The value of the first pattern that matches the end of a module's name, as in PEFT."""
+    """Return the value of the first pattern that matches the end of a module's name, as in PEFT."""
     for pattern, value in (patterns or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", module):
             return value

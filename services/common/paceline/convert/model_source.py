@@ -32,9 +32,9 @@ _CHILD_SECONDS, _CHILD_MEMORY = 60.0, 8 << 30
 
 
 def remembered_by_transformers(facts: tuple[object, ...], make: Callable[[], Any]) -> Any:
-    """The same, where ``make`` imports transformers, which takes 130 MiB: a child process makes the
-    value and ends, unless this is one, or transformers is imported anyway. ``make`` can be
-    pickled."""
+    """Return the same, where ``make`` imports transformers, which takes 130 MiB: a child process
+    makes the value and ends, unless this is one, or transformers is imported anyway. ``make`` can
+    be pickled."""
     if "transformers" in sys.modules or parent_process() is not None:
         return remembered(facts, make)
     what = "to read a configuration"
@@ -52,13 +52,13 @@ def _make(make: Callable[[], Any], _: Progress) -> Any:
 
 @cache
 def code_digest() -> str:
-    """A digest of the code that reads models and packs them."""
+    """Return a digest of the code that reads models and packs them."""
     files = (__file__, paceline.decoder.__file__, paceline.kernels.__file__)
     return " ".join(digest_of_sources(Path(str(file)).parent) for file in files)
 
 
 def file_facts(path: Path) -> tuple[object, ...]:
-    """What tells a file from a changed one without reading it."""
+    """Return what tells a file from a changed one without reading it."""
     stat = path.stat()
     return str(path.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ino
 
@@ -90,7 +90,7 @@ class ModelSource(ABC):
         """The transformers config. Raises ``UnsupportedModelError`` if it cannot be read."""
 
     def config(self, weights: torch.dtype | str = "auto") -> DecoderConfig:
-        """The decoder's configuration, kept between starts until the code that reads it changes.
+        """Return the decoder's configuration, kept between starts until its reader's code changes.
 
         ``weights`` are float32, bfloat16, int8, int4, or auto for the stored format (bfloat16
         for float16). Raises ``UnsupportedModelError`` if an architecture, feature or format is not
@@ -104,23 +104,23 @@ class ModelSource(ABC):
 
     @abstractmethod
     def read_config(self, weights: torch.dtype | str) -> DecoderConfig:
-        """The same, read from the files by transformers."""
+        """Return the same, read from the files by transformers."""
 
     @abstractmethod
     def config_facts(self) -> tuple[object, ...]:
-        """What the configuration depends on, besides ``weights``; see :func:`remembered`."""
+        """Return what the configuration depends on, besides ``weights``; see :func:`remembered`."""
 
     @abstractmethod
     def tensors(self, dtype: torch.dtype, device: torch.device | str) -> Mapping[str, Weight]:
-        """Tensors as they are stored: blocks, or torch tensors as ``dtype`` on ``device``."""
+        """Return tensors as stored: blocks, or torch tensors as ``dtype`` on ``device``."""
 
     @abstractmethod
     def tensor(self, name: str, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-        """One tensor as a plain one, mapped from the file if type and device allow it. Raises
-        ``UnsupportedModelError`` if there is none of this name."""
+        """Return one tensor as a plain one, mapped from the file if type and device allow it.
+        Raises ``UnsupportedModelError`` if there is none of this name."""
 
     def vocabulary(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Embedding and LM head, each ``[V, hidden]``, on the CPU."""
+        """Return the embedding and LM head, each ``[V, hidden]``, on the CPU."""
         embedding = self.tensor("model.embed_tokens.weight", dtype, "cpu")
         tied = self.config().tied
         return embedding, embedding if tied else self.tensor("lm_head.weight", dtype, "cpu")
@@ -148,10 +148,10 @@ class ModelSource(ABC):
 
     @abstractmethod
     def files(self) -> list[Path]:
-        """The files with the weights."""
+        """Return the files with the weights."""
 
     def fingerprint(self) -> str:
-        """SHA-256 (hex) of the model; see :func:`weights_fingerprint`.
+        """Return the SHA-256 (hex) of the model; see :func:`weights_fingerprint`.
 
         It is kept between starts, and computed again where a file has changed.
         """
@@ -161,7 +161,7 @@ class ModelSource(ABC):
 
     @abstractmethod
     def read_fingerprint(self) -> str:
-        """The same, by reading all weights."""
+        """Return the same, by reading all weights."""
 
     @property
     @abstractmethod
@@ -181,7 +181,7 @@ class ModelSource(ABC):
     def weights(
         self, config: DecoderConfig, device: torch.device | str = "cpu"
     ) -> Mapping[str, Weight]:
-        """Tensors in the format of a configuration; off the CPU, nothing is quantised."""
+        """Return tensors in the format of a configuration; off the CPU, nothing is quantised."""
         plain = config.weights in FLOATS
         if plain or is_rotated(config.weights, torch.device(device)):
             stored = self.tensors(config.dtype, device)

@@ -54,14 +54,14 @@ class MtpLayout:
     feeds_normed: bool
 
     def stored(self, head: int, layers: int, part: str) -> str:
-        """Name of a part of a head, or of its layer, behind a target of so many ``layers``."""
+        """Return a head's part, or its layer's, by name, behind a target of ``layers`` layers."""
         stem, dot, kind = part.rpartition(".")
         renamed = self.parts.get(stem)
         name = self.block + part if renamed is None else f"{renamed}{dot}{kind}"
         return name.format(head=head, layer=layers + head)
 
     def head_of(self, name: str, layers: int) -> int | None:
-        """The head whose layer a tensor is of; None if it is of none."""
+        """Return the head whose layer a tensor is of; None if it is of none."""
         pattern = re.escape(self.block).replace(r"\{head\}", r"(\d+)")
         match = re.match(pattern.replace(r"\{layer\}", r"(\d+)"), name)
         if match is None:
@@ -157,7 +157,7 @@ class MtpHeads:
         return {**layer_shapes(self.block), **norms, f"{PROJECTION}.weight": (wide, 2 * wide)}
 
     def stored_name(self, name: str) -> str:
-        """The name in the folder of a tensor that is named as in DeepSeek-V3."""
+        """Return the name in the folder of a tensor that is named as in DeepSeek-V3."""
         head = DEEPSEEK.head_of(name, self.block.layers)
         if head is None:
             return name
@@ -210,7 +210,7 @@ class _HeadTensors(Tensors[Weight]):
 
 
 def head_count(described: Mapping[str, Any]) -> int | None:
-    """The number of heads that a config.json names; None if it names none."""
+    """Return the number of heads that a config.json names; None if it names none."""
     text = described.get("text_config")
     parts = [described, text if isinstance(text, dict) else {}]
     counts = [part[name] for part in parts for name in COUNTS if part.get(name) is not None]

@@ -34,9 +34,9 @@ class Packer:
         self._config, self._weights, self._device = config, weights, torch.device(device)
 
     def outer(self) -> dict[str, Part]:
-        """The parts beside the layers: "embedding" unless the head is used as one, "head" and
-        "norm". Raises ``UnsupportedModelError`` if a tensor of a layer would be left out, such as a
-        bias or a scale."""
+        """Return the parts beside the layers: "embedding" unless the head is used as one, "head"
+        and "norm". Raises ``UnsupportedModelError`` if a tensor of a layer would be left out, such
+        as a bias or a scale."""
         config, shape = self._config, (self._config.vocab_size, self._config.hidden)
         _check_names(config, self._weights)
         norm = self._norm("model.norm", config.hidden)
@@ -56,7 +56,7 @@ class Packer:
         return parts
 
     def layer(self, index: int) -> dict[str, Part]:
-        """The parts of a layer, by the names that :func:`paceline.decoder.layer.build_layer`
+        """Return the parts of a layer, by the names that :func:`paceline.decoder.layer.build_layer`
         reads."""
         config, base = self._config, f"model.layers.{index}."
         family, dim = FAMILIES[config.model_type], config.head_dim
@@ -173,7 +173,7 @@ class Packer:
         return {part: made.weight, f"{part}.bias": made.bias}
 
     def _delta(self, base: str, norm: str, convolutions: Sequence[str]) -> dict[str, Part]:
-        """What a layer with the gated delta rule has besides its projections."""
+        """Return what a layer with the gated delta rule has besides its projections."""
         shape = self._config.delta
         assert shape is not None
 
@@ -197,13 +197,13 @@ class Packer:
 def read_norm(
     config: DecoderConfig, weights: Mapping[str, Weight], name: str, width: int
 ) -> Tensor:
-    """The factors of a norm, float32 ``[width]``."""
+    """Return the factors of a norm, float32 ``[width]``."""
     return plain(take(weights, f"{name}.weight", (width,)), torch.float32) + config.norm_offset
 
 
 def _rows_in_order(config: DecoderConfig) -> Tensor | None:
-    """The rows of q, k and v with the dimensions of q and k in the order of the rotary table, and
-    gates behind all of them."""
+    """Return the rows of q, k and v with the dimensions of q and k in the order of the rotary
+    table, and gates behind all of them."""
     order, dim = head_order(config), config.head_dim
     gated = config.gated
     if order is None and not gated:
@@ -218,16 +218,16 @@ def _rows_in_order(config: DecoderConfig) -> Tensor | None:
 
 
 def _places(config: DecoderConfig, width: int) -> Tensor:
-    """Where the dimensions of a padded head are in one of ``width``, int64 ``[head_dim]``; -1:
-    nowhere. RoPE turns those half a head apart."""
+    """Return where the dimensions of a padded head are in one of ``width``, int64 ``[head_dim]``;
+    -1: nowhere. RoPE turns those half a head apart."""
     halves = torch.full((2, config.head_dim // 2), -1)
     halves[:, : width // 2] = torch.arange(width).view(2, -1)
     return halves.flatten()
 
 
 def _padded_rows(config: DecoderConfig, layer: int) -> list[Tensor]:
-    """Rows of the projections of a layer for padded queries, keys and values: KV heads are there
-    for each of `kv_heads`."""
+    """Return the rows of the projections of a layer for padded queries, keys and values: KV heads
+    are there for each of `kv_heads`."""
     kv_heads, width, projected = config.layer_heads(layer)
     place = _places(config, width)
 

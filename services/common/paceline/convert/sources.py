@@ -206,7 +206,7 @@ class ModelFolder(ModelSource):
 
 
 def _without_type(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a configuration but its type, and the code that its folder has for it."""
+    """Return a configuration's fields but its type, and the code that its folder has for it."""
     return {name: value for name, value in config.items() if name not in ("model_type", "auto_map")}
 
 
@@ -247,7 +247,7 @@ class Origin:
         return cls(str(described.get("tokens", "")), tuple(weights))
 
     def fits(self, other: Origin) -> bool:
-        """Whether both are formats of one model."""
+        """Return whether both are formats of one model."""
         if self.tokens != other.tokens or len(self.weights) != len(other.weights):
             return False
         pairs = list(zip(self.weights, other.weights, strict=True))
@@ -256,8 +256,8 @@ class Origin:
 
 
 def open_model(path: str | Path | ModelSource, lora: str | Path | None = None) -> ModelSource:
-    """A model folder, or a GGUF file, whose structure is checked, or what this returned for it;
-    ``lora`` is the folder of an adapter that is merged into it, see :class:`LoraModel`.
+    """Return a model folder, or a GGUF file, whose structure is checked, or what this returned for
+    it; ``lora`` is the folder of an adapter that is merged into it, see :class:`LoraModel`.
 
     Raises ``UnsupportedModelError`` if the file is damaged or of a kind that is not supported, or
     the adapter is, and ``FileNotFoundError`` if there is no such file, or the folder has no
@@ -285,7 +285,7 @@ def _gguf_model(path: Path, facts: tuple[object, ...]) -> ModelSource:
 def load_config(
     path: str | Path | ModelSource, weights: torch.dtype | str = "auto"
 ) -> DecoderConfig:
-    """The configuration of a model; see :func:`open_model` and :meth:`ModelSource.config`."""
+    """Return a model's configuration; see :func:`open_model` and :meth:`ModelSource.config`."""
     return open_model(path).config(weights)
 
 

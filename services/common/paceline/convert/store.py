@@ -82,8 +82,8 @@ def prepare(
     device: torch.device | str = "cpu",
     progress: Progress = lambda count, total: None,
 ) -> PackedModel:
-    """A model, as of :func:`load_decoder`, ready to be run: read from the cache folder, or packed
-    into it first.
+    """Return a model, as of :func:`load_decoder`, ready to be run: read from the cache folder, or
+    packed into it first.
 
     A GPU's weights are packed on the GPU, and not kept. Where the folder cannot be written, the
     model is packed in memory. ``progress`` is called with the number of layers that are packed, and
@@ -155,7 +155,7 @@ class Entry:
 
 
 def packed_models() -> list[Entry]:
-    """The packed models in the cache folder, those used last first."""
+    """Return the packed models in the cache folder, those used last first."""
     entries = []
     for folder in _entries():
         with suppress(OSError, ValueError):  # a damaged one is made again, or swept
@@ -192,7 +192,7 @@ def _make(entry: Path, path: Path, weights: str, lora: str, progress: Progress) 
 
 
 def _size(entry: Path) -> int:
-    """Size of an entry on disk. Unit: bytes."""
+    """Return the size of an entry on disk. Unit: bytes."""
     return sum(file.stat().st_size for file in entry.iterdir())
 
 
@@ -260,7 +260,7 @@ def _pack(
 
 
 def _entry(path: Path, weights: str, lora: str, code: str) -> Path:
-    """The folder of a model: its name has a digest of all that the content depends on."""
+    """Return the folder of a model: its name has a digest of all that the content depends on."""
     files = [file_facts(file) for source in (path, lora) if source for file in _files(Path(source))]
     facts = (code, LAYOUT, version("transformers"), weights, str(path.resolve()), lora, files)
     key = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
@@ -269,7 +269,7 @@ def _entry(path: Path, weights: str, lora: str, code: str) -> Path:
 
 
 def _files(path: Path) -> list[Path]:
-    """The files of a model or an adapter."""
+    """Return the files of a model or an adapter."""
     if path.is_file():
         return [part for part in part_paths(path) if part.is_file()]
     folders = (path, path / "additional_chat_templates")

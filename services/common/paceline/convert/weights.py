@@ -107,12 +107,12 @@ class WeightsOf(Tensors[Weight]):
 
 
 def plain(weight: Weight, dtype: torch.dtype) -> Tensor:
-    """A weight as a tensor of a type."""
+    """Return a weight as a tensor of a type."""
     return (weight.dequantise() if isinstance(weight, QuantisedMatrix) else weight).to(dtype)
 
 
 def fuse(parts: Sequence[Weight]) -> Weight:
-    """One matrix with the rows of several; if some are blocks, the others become 8-bit blocks."""
+    """Return one matrix with all rows; if some are blocks, the others become 8-bit blocks."""
     tensors = [part for part in parts if isinstance(part, Tensor)]
     if len(tensors) == len(parts):
         return tensors[0] if len(parts) == 1 else torch.cat(tensors)
@@ -121,7 +121,7 @@ def fuse(parts: Sequence[Weight]) -> Weight:
 
 
 def in_order(weight: Weight, rows: Tensor) -> Weight:
-    """The matrix with its rows in another order, int64 ``[outs]``; -1: zeros."""
+    """Return the matrix with its rows in another order, int64 ``[outs]``; -1: zeros."""
     weight, rows = _with_zeros(weight, rows, 0)
     return (
         weight.rows(rows) if isinstance(weight, QuantisedMatrix) else weight[rows.to(weight.device)]
@@ -144,8 +144,8 @@ def in_columns(weight: Weight, columns: Tensor) -> Weight:
 
 
 def _with_zeros(weight: Weight, order: Tensor, dim: int) -> tuple[Weight, Tensor]:
-    """A matrix with a block of zeros behind its rows (``dim`` 0) or columns, and an order of them
-    with that block in the place of -1."""
+    """Return a matrix with a block of zeros behind its rows (``dim`` 0) or columns, and an order of
+    them with that block in the place of -1."""
     if not (order < 0).any():
         return weight, order
     behind = weight.shape[dim] + torch.arange(len(order)) % QUANT_BLOCK
@@ -249,7 +249,7 @@ class Checkpoint(Tensors[Tensor]):
         return self.converted(self.stored(name))  # a copy outlives the file
 
     def mapped(self, name: str) -> Tensor:
-        """A tensor mapped from the file, whose page cache all processes share.
+        """Return a tensor mapped from the file, whose page cache all processes share.
 
         It must not be changed, and the file must not be rewritten in place (replacing it is safe).
         If type or device differ from the file's, or it is in blocks, the tensor is a private copy.
@@ -257,11 +257,11 @@ class Checkpoint(Tensors[Tensor]):
         return self.stored(name).to(self._device, self._dtype)
 
     def converted(self, tensor: Tensor) -> Tensor:
-        """A copy of a part of a stored tensor, as all others come."""
+        """Return a copy of a part of a stored tensor, as all others come."""
         return tensor.to(self._device, self._dtype, copy=True)
 
     def stored(self, name: str) -> Tensor:
-        """A tensor in the type of the file; bfloat16 if it is in blocks. Raises
+        """Return a tensor in the type of the file; bfloat16 if it is in blocks. Raises
         ``UnsupportedModelError`` if blocks have other types or shapes, or it cannot be read."""
         file, stored = self._names[name]
         parts = [part for part in (SCALE, MINIMUM) if (file, stored + part) in self._parts]
@@ -275,7 +275,7 @@ class Checkpoint(Tensors[Tensor]):
         return _values(name, values, beside) if beside else values
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, from the file's header."""
+        """Return the shape of a tensor, from the file's header."""
         file, stored = self._names[name]
         shape = tuple(file.get_slice(stored).get_shape())
         return (*shape[:-1], 2 * shape[-1]) if shape and self._bits(name) == 4 else shape
@@ -335,7 +335,7 @@ def take(weights: Mapping[str, W], name: str, shape: tuple[int, ...]) -> W:
 
 
 def fingerprint_files(head: bytes, files: Iterable[Path]) -> str:
-    """SHA-256 (hex) of some bytes and the content of files, in order."""
+    """Return the SHA-256 (hex) of some bytes and the content of files, in order."""
     digest = hashlib.sha256(head)
     for path in files:
         with path.open("rb") as file:

@@ -93,7 +93,7 @@ class CudaDevice(Device):
     def map(
         self, work: Callable[[int], T], numbers: Iterable[int], cores: int | None = None
     ) -> list[T]:
-        """Results of work, one after the other: it launches kernels."""
+        """Return the results of work, one after the other: it launches kernels."""
         return list(map(work, numbers))
 
     def free_memory(self) -> float:
@@ -107,7 +107,7 @@ class CudaDevice(Device):
         clock: Callable[[], float] = monotonic,
         sleep: Callable[[float], None] = sleep,
     ) -> int:
-        """What the weights leave of the share of its memory: a drafter finds the same rest
+        """Return what the weights leave of the share of its memory: a drafter finds the same rest
         whichever of both starts first. Of what is free a tenth is left in any case. A drafter may
         still map the KV of a verifier that has just ended: that memory is waited for."""
         deadline = clock() + _FREE_SECONDS
@@ -229,8 +229,8 @@ class CudaDevice(Device):
 
 
 def find_device(name: str, preferred: int) -> str:
-    """The device of a name, auto, cuda or cuda:N, as :func:`paceline.device.find_device` has it:
-    its name in PyTorch, with its number."""
+    """Return the device of a name, auto, cuda or cuda:N, as :func:`paceline.device.find_device` has
+    it: its name in PyTorch, with its number."""
     count = torch.cuda.device_count()
     if name != "auto":
         number = int(name.partition(":")[2] or 0)
@@ -256,8 +256,8 @@ def find_device(name: str, preferred: int) -> str:
 
 
 def _usable(number: int) -> str:
-    """The name of a GPU; GPUs are counted without the driver that is needed to compute on them.
-    Raises ``ValueError`` if the driver is too old."""
+    """Return the name of a GPU; GPUs are counted without the driver that is needed to compute on
+    them. Raises ``ValueError`` if the driver is too old."""
     device = f"cuda:{number}"
     try:
         torch.cuda.init()
@@ -271,7 +271,7 @@ def _usable(number: int) -> str:
 
 
 def _why_unread(gpu: int) -> str:
-    """Why a GPU is not known to read the memory of the first one; empty if it can."""
+    """Return why a GPU is not known to read the memory of the first one; empty if it can."""
     try:
         return "" if cuda_driver().reach(gpu, 0) else "has no peer access to its memory"
     except DriverError as error:
@@ -279,5 +279,5 @@ def _why_unread(gpu: int) -> str:
 
 
 def has_mps() -> bool:
-    """Whether NVIDIA's multi-process service runs: without it, processes on one GPU take turns."""
+    """Tell whether NVIDIA's multi-process service runs: else processes on one GPU take turns."""
     return Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control").exists()

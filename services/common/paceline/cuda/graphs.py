@@ -158,7 +158,7 @@ class GraphRunner:
         self._logits: Tensor | None = None
 
     def __len__(self) -> int:
-        """Graphs captured so far."""
+        """Return the number of graphs captured so far."""
         return self._capturing.captured
 
     @property
@@ -226,7 +226,7 @@ class GraphRunner:
         self, rows: int, tilings: tuple[Tiling, ...], taps: tuple[int, ...],
         probed: tuple[int, ...], again: bool,
     ) -> tuple[int, ...]:  # fmt: skip
-        """The taps of a graph that returns at least these: one that is captured, if there is."""
+        """Return the taps of a graph that returns at least these, of a captured one if possible."""
         sets = [layers for layers in self._tapped if taps and set(taps) <= set(layers)]
         made = [layers for layers in sets if (rows, tilings, layers, probed, again) in self._graphs]
         return next(iter([*made, *sets]), taps)
@@ -266,7 +266,7 @@ class GraphRunner:
         self._capturing.report("steps")
 
     def _tilings(self) -> tuple[Tiling, ...]:
-        """Tilings of all kinds of layers."""
+        """Return the tilings of all kinds of layers."""
         config = self._decoder.config
         return tilings_for(config.group, self._keys, config.windows)
 
@@ -292,7 +292,7 @@ class GraphRunner:
         return self._graphs[key]
 
     def _plan(self, rows: int, tilings: tuple[Tiling, ...], **recorded: bool) -> GraphPlan:
-        """The tables of a graph."""
+        """Return the tables of a graph."""
         max_position = self._decoder.config.max_position - 1
         return GraphPlan(rows, self._keys, tilings, max_position, **recorded)
 

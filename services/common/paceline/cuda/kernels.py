@@ -17,7 +17,7 @@ MIN_CAPABILITY = (8, 0)
 
 
 def load_kernels() -> DeviceKernels:
-    """The kernels of the GPUs here; warns of one that is too old."""
+    """Return the kernels of the GPUs here; warns of one that is too old."""
     capability = torch.cuda.get_device_capability()
     if capability < MIN_CAPABILITY:
         logger.warning(
@@ -29,7 +29,7 @@ def load_kernels() -> DeviceKernels:
 
 
 def cuda_kernels(name: str) -> DeviceKernels:
-    """The kernels of NVIDIA GPUs, with attention by one of ``BACKENDS``, or by Triton if its
+    """Return the kernels of NVIDIA GPUs, with attention by one of ``BACKENDS``, or by Triton if its
     package is missing, which is logged. Raises ``RuntimeError``: Triton cannot be imported. An
     ImportError in a module of this package is raised as it is."""
     try:
@@ -54,7 +54,7 @@ def cuda_kernels(name: str) -> DeviceKernels:
 
 
 def preferred_backend() -> str:
-    """What attends on GPUs: ``PACELINE_ATTENTION``, else Triton. Raises ``RuntimeError``:
+    """Return what attends on GPUs: ``PACELINE_ATTENTION``, else Triton. Raises ``RuntimeError``:
     ``PACELINE_ATTENTION`` is not one of ``BACKENDS``."""
     requested = os.environ.get(VARIABLE) or BACKENDS[0]
     if requested not in BACKENDS:
@@ -63,8 +63,8 @@ def preferred_backend() -> str:
 
 
 def why_bits_vary(device: torch.device) -> str:
-    """Why a row of attention may have other bits in a batch, a chain, a tree or a prompt than alone
-    behind its committed path; empty if it has the same.
+    """Return why a row of attention may have other bits in a batch, a chain, a tree or a prompt
+    than alone behind its committed path; empty if it has the same.
 
     That is what the Triton kernels promise, for all models that they serve: sliding
     windows, sinks, recorded scores, any group of heads and any width, and any cut of a prompt. They

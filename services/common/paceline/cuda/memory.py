@@ -156,7 +156,7 @@ class CudaDriver:
         return self._allocation(reader, address, size.value, "cuIpcCloseMemHandle")
 
     def reach(self, device: int, other: int) -> bool:
-        """Whether a device can read the memory of another one."""
+        """Return whether a device can read the memory of another one."""
         if device == other:
             return True
         handles = (self._handle(device), self._handle(other))

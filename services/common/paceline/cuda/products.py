@@ -87,7 +87,7 @@ def fix_products(layers: Iterable[Linear], experts: Iterable[Experts] = ()) -> F
 
 
 def _bytes_of(product: Tensor) -> bytes:
-    """The first rows of a test product."""
+    """Return the first rows of a test product."""
     rows = product[:_DIGEST_ROWS].contiguous().view(torch.uint8)
     return rows.cpu().numpy().tobytes()
 
@@ -99,7 +99,7 @@ def _inputs(layer: Linear, rows: int) -> Tensor:
 
 
 def _rows_that_differ(layer: Linear) -> str:
-    """What differs between a row's bits in products of all sizes and places; empty: nothing."""
+    """Return how a row's bits differ in products of all sizes and places; empty: not at all."""
     assert layer.fixed_rows is not None
     largest = layer.fixed_rows[-1]
     x = _inputs(layer, FIXED_ROWS[-1])
@@ -119,7 +119,7 @@ def _rows_that_differ(layer: Linear) -> str:
 
 
 def describe_device(device: torch.device) -> str:
-    """What the bits of a GPU's products depend on besides their rules: capability, number of
+    """Return what the bits of a GPU's products depend on besides their rules: capability, number of
     multiprocessors, and versions of libraries."""
     gpu = torch.cuda.get_device_properties(device)
     parts = [
@@ -132,8 +132,8 @@ def describe_device(device: torch.device) -> str:
 
 
 def describe_kernels() -> str:
-    """What the bits of a GPU's steps depend on in Paceline: a digest of the sources of its kernels,
-    and its version, if it is installed."""
+    """Return what the bits of a GPU's steps depend on in Paceline: a digest of the sources of its
+    kernels, and its version, if it is installed."""
     folders = (Path(file).parent for file in (__file__, str(paceline.kernels.__file__)))
     parts = [f"kernels {' '.join(digest_of_sources(folder)[:16] for folder in folders)}"]
     with suppress(PackageNotFoundError):
@@ -142,7 +142,7 @@ def describe_kernels() -> str:
 
 
 def why_no_integers(device: torch.device) -> str:
-    """Why PyTorch cannot multiply 8-bit integers on a GPU; empty if it can."""
+    """Return why PyTorch cannot multiply 8-bit integers on a GPU; empty if it can."""
     values = torch.zeros(32, 32, dtype=torch.int8, device=device)
     try:
         torch._int_mm(values, values.T)
@@ -152,7 +152,7 @@ def why_no_integers(device: torch.device) -> str:
 
 
 def _cublas_version() -> str:
-    """The version of the library that PyTorch has loaded; empty if it is not found."""
+    """Return the version of the library that PyTorch has loaded; empty if it is not found."""
     major = (torch.version.cuda or "").partition(".")[0]
     try:
         library = ctypes.CDLL(f"libcublasLt.so.{major}")

@@ -28,18 +28,18 @@ class ServedForward(Protocol):
     def __call__(
         self, tokens: Sequence[int], blocks: Sequence[QueryBlock], *, prompt: bool = False
     ) -> Tensor:
-        """Logits of all rows, ``[M, V]``, in memory that the next call may overwrite; ``prompt``:
-        as a step that is mostly prompts."""
+        """Return the logits of all rows, ``[M, V]``, in memory that the next call may overwrite;
+        ``prompt``: as a step that is mostly prompts."""
 
 
 def window_to_pass(windows: Iterable[int | None], max_tokens: int) -> int:
-    """The longest window that :func:`check_served` can pass in a text of ``max_tokens`` tokens; 0:
-    there is none. ``windows``: of each layer, or None."""
+    """Return the longest window that :func:`check_served` can pass in a text of ``max_tokens``
+    tokens; 0: there is none. ``windows``: of each layer, or None."""
     return max((w for w in windows if w and w <= min(_MAX_WINDOW, max_tokens - _TREE)), default=0)
 
 
 def served_slots(window: int) -> tuple[int, int]:
-    """Slots that :func:`check_served` needs of its two texts: whole pages."""
+    """Return how many slots :func:`check_served` needs of its two texts: whole pages."""
     slots = max(SERVED_TOKENS, window + _TREE)
     return -(-slots // _PAGE) * _PAGE, SERVED_TOKENS
 
@@ -115,8 +115,8 @@ def check_served(forward: ServedForward, vocab_size: int, window: int = 0) -> Ba
 
 
 def _comb(tokens: Sequence[int], vocab_size: int) -> tuple[list[int], tuple[int, ...], list[int]]:
-    """A tree whose path has these tokens, with a wrong node before each but the first; its tokens,
-    parents, and the nodes of the path."""
+    """Return a tree whose path has these tokens, with a wrong node before each but the first; its
+    tokens, parents, and the nodes of the path."""
     drafted, parents, path = [tokens[0]], [-1], [0]
     for token in tokens[1:]:
         drafted += [(token + 5) % vocab_size, token]

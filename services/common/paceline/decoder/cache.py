@@ -32,7 +32,7 @@ class LocalCache:
         self._keep(self._allocate(_GROWTH))
 
     def __len__(self) -> int:
-        """Committed tokens."""
+        """Return the number of committed tokens."""
         return self._length
 
     @property
@@ -41,7 +41,7 @@ class LocalCache:
         return self._store.shape[3]
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer, each ``[Hkv, capacity, D]`` (int8 as in
+        """Return keys and values of a layer, each ``[Hkv, capacity, D]`` (int8 as in
         :mod:`paceline.kernels.caches`); stale after ``reserve``."""
         return self._views[index]
 

@@ -119,8 +119,8 @@ class DecoderConfig:
     layer_input: int = 0
 
     def layer_heads(self, layer: int) -> tuple[int, int, int]:
-        """KV heads and width of heads in tensors of a layer, and how many of queries, keys and
-        values it projects."""
+        """Return KV heads and width of heads in tensors of a layer, and how many of queries, keys
+        and values it projects."""
         if not self.stored_heads:
             return self.kv_heads, self.head_dim, 3
         full = self.windows[layer] is None
@@ -159,7 +159,7 @@ class DecoderConfig:
         return DeltaShape(len(self.delta_layers), *self.delta_heads)
 
     def feed_forward(self, layer: int) -> tuple[int, int]:
-        """Experts of a layer, 0 without, and the width of one, or of the only block."""
+        """Return the experts of a layer, 0 without, and the width of one, or of the only block."""
         if layer in self.dense_layers:
             return 0, self.dense_intermediate
         return self.experts, self.intermediate
@@ -182,7 +182,7 @@ class DecoderConfig:
         return 2 * self.kv_layers * self.kv_heads * row
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as JSON can store them."""
+        """Return the fields as JSON can store them."""
         types = {name: str(getattr(self, name)).removeprefix("torch.") for name in _TYPES}
         return {**asdict(self), **types}
 
@@ -194,7 +194,7 @@ class DecoderConfig:
         return cls(**{**fields, **lists, **types})
 
     def with_kv(self, kv_cache_dtype: str) -> DecoderConfig:
-        """The configuration with caches of a type of ``KV_CACHE_DTYPES``.
+        """Return the configuration with caches of a type of ``KV_CACHE_DTYPES``.
 
         Raises ``ValueError`` for another type.
         """
@@ -207,7 +207,7 @@ class DecoderConfig:
         return replace(self, kv_dtype=dtype)
 
     def with_context(self, max_context: int | None) -> DecoderConfig:
-        """The configuration for texts of at most so many tokens, which may have another RoPE."""
+        """Return the configuration for texts of ``max_context`` tokens, maybe with another RoPE."""
         if max_context is None or max_context > self.rope_short_context:
             return self
         return replace(self, rope_inv_freq=self.rope_short)

@@ -78,7 +78,7 @@ def _rows_that_differ(decoder: Decoder) -> str:
 
 
 def _tree_that_differs(decoder: Decoder) -> tuple[str, str]:
-    """What differs, and the digest of the tree's logits."""
+    """Return what differs, and the digest of the tree's logits."""
     config = decoder.config
     indices, ropes = range(config.layers), config.ropes or (0,) * config.layers
     others = [(at in config.delta_layers, at in config.shared_layers) for at in indices]
@@ -142,13 +142,13 @@ class _Attention:
         return LayerTable([self.layer(0)])
 
     def together(self, blocks: Sequence[QueryBlock], q: Tensor) -> Tensor:
-        """The attention of blocks over these keys and values."""
+        """Return the attention of blocks over these keys and values."""
         caches = [self] * len(blocks)
         call = Pass(None, plan_trees(blocks), caches, self._unrotated, taps=(0,), inputs=q)
         return self._executor.run(call).taps[0]
 
     def alone(self, block: QueryBlock, nodes: Sequence[int], q: Tensor) -> Tensor:
-        """The attention of some nodes, each as the only row behind its own path."""
+        """Return the attention of some nodes, each as the only row behind its own path."""
         text, outputs = copy(self), []
         text._planes = self._planes.clone()
         for node in nodes:
@@ -197,7 +197,7 @@ def _attention_that_differs(decoder: Decoder) -> str:
 
 
 def _deep_tree(nodes: int) -> tuple[int, ...]:
-    """Parents of a path with a wrong node beside every fourth."""
+    """Return the parents of a path with a wrong node beside every fourth."""
     parents, tip = [-1], 0
     while len(parents) < nodes:
         parents.append(tip)

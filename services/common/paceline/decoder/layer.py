@@ -46,7 +46,7 @@ class DecoderLayer:
 
 
 def linears_of(layer: DecoderLayer) -> Iterator[tuple[str, Linear]]:
-    """All linear layers of a layer, by name; experts by number."""
+    """Yield all linear layers of a layer, by name; experts by number."""
     for name in ("qkv", "out", "router", "gate_up", "down"):
         part = getattr(layer, name)
         if isinstance(part, Experts):
@@ -61,7 +61,7 @@ def linears_of(layer: DecoderLayer) -> Iterator[tuple[str, Linear]]:
 
 
 def heads_of(config: DecoderConfig) -> Heads:
-    """The attention heads of a model."""
+    """Return the attention heads of a model."""
     return Heads(
         config.q_heads, config.kv_heads, config.head_dim,
         config.attention_scale, config.attention_cap,
@@ -184,7 +184,7 @@ def _feed_forward(
 
 
 def build_layer(config: DecoderConfig, parts: Mapping[str, Part], index: int = 0) -> DecoderLayer:
-    """A layer, 0 for the first, of its packed parts, by their names; see
+    """Return a layer, 0 for the first, of its packed parts, by their names; see
     :mod:`paceline.convert.Packer`."""
 
     def tensor(name: str) -> Tensor | None:

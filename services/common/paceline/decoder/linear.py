@@ -17,8 +17,8 @@ from paceline.kernels.rotated import IntSums, RotatedMatrix
 
 
 def is_rotated(weights: str, device: torch.device) -> bool:
-    """Whether torch multiplies matrices of a format in 8 bits over rotated inputs on a device: a
-    CPU has packed ones."""
+    """Return whether torch multiplies matrices of a format in 8 bits over rotated inputs on a
+    device: a CPU has packed ones."""
     return weights == "int8" and not device_of(device).packs
 
 
@@ -92,7 +92,7 @@ class Linear:
         return self.out_features, self.in_features, kind, self.bias is None
 
     def sums(self, x: Tensor) -> IntSums | None:
-        """The product before its scales, if the layer's sums are integers."""
+        """Return the product before its scales, if the layer's sums are integers."""
         return self._int8.sums(x, self._bias) if self._int8 is not None else None
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -152,7 +152,7 @@ class FixedProducts:
     digest: str  # SHA-256 (hex) of test products
 
     def __str__(self) -> str:
-        """What bits depend on: the rules with the shapes that have them, and the digest."""
+        """Return what bits depend on: the rules with the shapes that have them, and the digest."""
         shapes: dict[str, list[str]] = {}
         for shape, rule in self.rules.items():
             shapes.setdefault(rule, []).append(shape)

@@ -51,10 +51,10 @@ class AttentionObserver(Protocol):
     """Receives attention scores of a forward pass, without an effect on the pass."""
 
     def probes(self, layer: int) -> Sequence[Probe]:
-        """Scores to record in a layer, 0 for the first."""
+        """Return scores to record in a layer, 0 for the first."""
 
     def rows(self, layer: int) -> Sequence[int]:
-        """Packed rows whose queries are wanted in a layer."""
+        """Return packed rows whose queries are wanted in a layer."""
 
     def attended(self, layer: int, q: Tensor) -> None:
         """Called after the pass for layers with wanted rows, with their queries after RoPE, float32
@@ -112,8 +112,8 @@ class Decoder:
             raise UnsupportedModelError(str(error)) from error
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Embedded tokens, int64 ``[n]``: float32 ``[n, hidden]``, before the model's factor on
-        them."""
+        """Return embedded tokens, int64 ``[n]``: float32 ``[n, hidden]``, before the model's factor
+        on them."""
         if isinstance(self._embedding, Tensor):
             return self._embedding[tokens].float()
         return self._embedding.rows(tokens)
@@ -162,7 +162,7 @@ class Decoder:
         return [*chain.from_iterable(layers), self._head]
 
     def linears(self) -> list[Linear]:
-        """One linear layer of every shape, in the order of layers, and the LM head."""
+        """Return one linear layer of every shape, in the order of layers, and the LM head."""
         shapes: dict[tuple[int, int], Linear] = {}
         for layer in self._layers:
             for _, linear in linears_of(layer):
@@ -171,7 +171,7 @@ class Decoder:
         return [*shapes.values(), *inputs, self._head]
 
     def with_layers(self, indices: Sequence[int]) -> Self:
-        """A decoder over some of the layers, with the same weights; its caches have as many."""
+        """Return a decoder over some of the layers, with the same weights; caches have as many."""
         config = self.config
         windows = tuple(config.windows[index] for index in indices)
         ropes = tuple(config.ropes[index] for index in indices) if config.ropes else ()
@@ -194,7 +194,7 @@ class Decoder:
         return self._executor.native
 
     def rules(self) -> list[Rule]:
-        """What the bits of tokens depend on, on a CPU, besides weights and text; empty where
+        """Return what the bits of tokens depend on, on a CPU, besides weights and text; empty where
         operations run one by one, whose sums PyTorch orders."""
         if self.native is None:
             return []
@@ -240,7 +240,7 @@ class Decoder:
 
 
 def bits_of(values: Tensor) -> str:
-    """SHA-256 (hex) of floats as float32, of which -0 and 0 are equal."""
+    """Return the SHA-256 (hex) of floats as float32, of which -0 and 0 are equal."""
     return hashlib.sha256((values.float() + 0.0).numpy().tobytes()).hexdigest()
 
 
@@ -262,7 +262,7 @@ def config_for(
 
 
 def numerics_for(config: DecoderConfig, requested: str) -> str:
-    """Numerics of the CPU for a model, requested and returned as by
+    """Return the numerics of the CPU for a model, requested and returned as by
     :func:`paceline.kernels.choose_numerics`. "auto" is "portable" for a model of which the
     processor's own numerics would not change a bit. Raises ``ValueError`` if the level in use does
     not have the requested ones."""

@@ -146,7 +146,7 @@ class PackedWeights:
 
 
 def new_memory() -> int:
-    """An empty memfd for :class:`PackedWriter`; the caller closes it."""
+    """Return an empty memfd for :class:`PackedWriter`; the caller closes it."""
     return os.memfd_create(NAME, os.MFD_CLOEXEC)
 
 
@@ -174,7 +174,7 @@ def read_header(file: int) -> tuple[dict[str, Any], int]:
 
 
 def _huge_bytes(address: int) -> int:
-    """Bytes of the mapping at an address that are in huge pages."""
+    """Return the bytes of the mapping at an address that are in huge pages."""
     begin = f"{address:x}-"
     with open("/proc/self/smaps", encoding="utf-8", errors="replace") as file:
         lines = dropwhile(lambda line: not line.startswith(begin), file)
@@ -184,8 +184,8 @@ def _huge_bytes(address: int) -> int:
 
 
 def _copy(file: int, size: int) -> Tensor:
-    """The first bytes of a file in memory of this process, read by several threads: a first touch
-    takes longer than the copy."""
+    """Return the first bytes of a file in memory of this process, read by several threads: a first
+    touch takes longer than the copy."""
     data = allocate(size)
     numbers: Any = data.numpy()
     view = memoryview(numbers)

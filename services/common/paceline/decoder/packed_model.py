@@ -88,7 +88,7 @@ class PackedModel:
             return decoder
 
     def outer(self, device: torch.device | str = "cpu") -> Mapping[str, Part]:
-        """The parts beside the layers, see :meth:`Packer.outer`; those in a file are mapped."""
+        """Return the parts beside the layers, see :meth:`Packer.outer`; a file's are mapped."""
         with about(self.path), torch.inference_mode():
             if self.file is None:
                 assert self.pack is not None
@@ -97,7 +97,7 @@ class PackedModel:
 
 
 def is_converted(path: Path) -> bool:
-    """Whether a folder looks like one that :func:`convert` has written."""
+    """Return whether a folder looks like one that :func:`convert` has written."""
     return (path / MODEL).is_file()
 
 

@@ -19,7 +19,7 @@ _unwritable: set[Path] = set()  # cache folders of which this was said
 
 
 def remembered(facts: tuple[object, ...], make: Callable[[], Any]) -> Any:
-    """What ``make`` returned for the same facts, now or in an earlier process: a value of JSON.
+    """Return what ``make`` returned for the same facts, now or in an earlier process: JSON.
 
     ``facts`` are all that it depends on, besides the version of transformers; each has a ``repr``
     that shows its value. What ``make`` raises is not stored.
@@ -37,13 +37,13 @@ def remembered(facts: tuple[object, ...], make: Callable[[], Any]) -> Any:
 
 
 def cache_file(kind: str, facts: tuple[object, ...]) -> Path:
-    """The file for a value that depends on ``facts``, in the user's cache folder for its kind."""
+    """Return the file of a value that depends on ``facts``, in the cache folder for its kind."""
     key = hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
     return cache_folder(kind) / f"{key}.json"
 
 
 def cache_folder(kind: str) -> Path:
-    """The folder for some kind of files in the user's cache folder."""
+    """Return the folder for some kind of files in the user's cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "paceline", kind)
 
 
@@ -83,7 +83,7 @@ def _complain(file: Path, error: OSError) -> None:
 
 
 def digest_of_sources(folder: Path) -> str:
-    """SHA-256 (hex) of the Python files in a folder and those below it.
+    """Return the SHA-256 (hex) of the Python files in a folder and those below it.
 
     Those of kernels contain all that fixes the order in which these add: borders of attention's
     chunks, tiles of routed experts, launch options. A list of such constants would lack the next

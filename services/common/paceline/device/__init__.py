@@ -83,7 +83,7 @@ class Device:
         """Wait until it has done what the calling thread asked it to do."""
 
     def lost(self) -> DeviceLost | None:
-        """The error if it fails every call, as a GPU does after a fault in a kernel."""
+        """Return the error if it fails every call, as a GPU does after a fault in a kernel."""
         return None
 
     def receive(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -91,11 +91,11 @@ class Device:
         return list(tensors)
 
     def event(self) -> pytorch.Event | None:
-        """What its current work can be waited by; None if nothing runs beside the host."""
+        """Return what its current work can be waited by; None if nothing runs beside the host."""
         return None
 
     def stream(self) -> AbstractContextManager[object]:
-        """A context whose work does not wait for other work of the device."""
+        """Return a context whose work does not wait for other work of the device."""
         return nullcontext()
 
     def host_zeros(self, *size: int, dtype: pytorch.dtype) -> Tensor:
@@ -107,8 +107,8 @@ class Device:
     def map(
         self, work: Callable[[int], T], numbers: Iterable[int], cores: int | None = None
     ) -> list[T]:
-        """Results of work, most of which runs on one thread, for some numbers: one on each core,
-        as many as this process has threads for a step unless ``cores`` are given."""
+        """Return the results of work, most of which runs on one thread, for some numbers: one on
+        each core, as many as this process has threads for a step unless ``cores`` are given."""
         import torch
 
         threads = torch.get_num_threads()
@@ -119,11 +119,11 @@ class Device:
         return results
 
     def free_memory(self) -> float:
-        """Memory for drafters; infinite where allocations fail without harm. Unit: bytes."""
+        """Return memory for drafters, in bytes; infinite where allocations fail without harm."""
         return available_memory()
 
     def kv_bytes(self, share: float, mapped: int) -> int:
-        """KV memory for a verifier that has loaded its weights: half of what is free but those that
+        """Return KV memory for a verifier with loaded weights: half of what is free but those that
         are ``mapped`` from a file's cache; ``share`` is of a GPU's memory. Unit: bytes."""
         return max(0, available_memory() - mapped) // 2
 
@@ -148,26 +148,26 @@ class Device:
         """Make a decoder that was just built ready to serve with these numerics."""
 
     def rules(self, decoder: Any) -> list[Rule]:
-        """What the bits of tokens depend on besides weights and text, equal for verifiers that
-        continue each other's texts; empty if no promise holds."""
+        """Return what the bits of tokens depend on besides weights and text, equal for verifiers
+        that continue each other's texts; empty if no promise holds."""
         rules: list[Rule] = decoder.rules()
         return rules
 
     def step_graphs(self, decoder: Any, pool: Any, *, required: bool) -> Any:
-        """A :class:`~paceline.cuda.graphs.GraphRunner` of steps over a pool of pages; None without
-        graphs. Raises ``ValueError`` if they are required nevertheless."""
+        """Return a :class:`~paceline.cuda.graphs.GraphRunner` of steps over a pool of pages; None
+        without graphs. Raises ``ValueError`` if they are required nevertheless."""
         if required:
             raise ValueError("cuda_graphs is 'on', and there is no GPU here: expected auto or off")
 
     def export_memory(self, byte_size: int) -> Any:
-        """A new :class:`~paceline.cuda.memory.ExportedMemory`; None if it has none. Raises
+        """Return a new :class:`~paceline.cuda.memory.ExportedMemory`; None if it has none. Raises
         ``DriverError`` if there is too little memory."""
 
     def map_memory(
         self, device_uuid: bytes, handle: bytes, begin: int, byte_size: int, file: int
     ) -> Any:
-        """A part of another process's memory, a :class:`~paceline.cuda.memory.MappedMemory`. Raises
-        ``NotMappable`` if it cannot be read on this device."""
+        """Return a part of another process's memory, a :class:`~paceline.cuda.memory.MappedMemory`.
+        Raises ``NotMappable`` if it cannot be read on this device."""
         raise NotMappable(
             f"the verifier's KV is on a GPU, and this drafter runs on {self}; run it on that GPU, "
             "or let it follow the cache"
@@ -182,7 +182,7 @@ DEVICES: dict[str, Device] = {"cpu": CPU}  # those in use, by name in PyTorch
 
 
 def device_of(place: pytorch.device | str) -> Device:
-    """The device of tensors, by their device in PyTorch."""
+    """Return the device of tensors, by their device in PyTorch."""
     name = str(place)
     if name not in DEVICES:
         package, kind = PACKAGES[name.partition(":")[0]]
@@ -191,10 +191,10 @@ def device_of(place: pytorch.device | str) -> Device:
 
 
 def find_device(name: str, *, preferred: int = 0) -> Device:
-    """The device of a name, auto, cpu, cuda or cuda:N, with its number. auto is a GPU if PyTorch
-    finds one, otherwise the CPU, and the choice is logged; it takes the ``preferred`` GPU if there
-    are as many, and if that can read the memory of the first one. Raises ``ValueError`` if the name
-    is unknown, there is no such device, or the driver is too old for it."""
+    """Return the device of a name, auto, cpu, cuda or cuda:N, with its number. auto is a GPU if
+    PyTorch finds one, otherwise the CPU, and the choice is logged; it takes the ``preferred`` GPU
+    if there are as many, and if that can read the memory of the first one. Raises ``ValueError`` if
+    the name is unknown, there is no such device, or the driver is too old for it."""
     if name == "cpu":
         return CPU
     if name == "auto" and not has_driver():
@@ -208,7 +208,7 @@ def find_device(name: str, *, preferred: int = 0) -> Device:
 
 
 def has_driver() -> bool:
-    """Whether there is an NVIDIA driver; it is not started."""
+    """Return whether there is an NVIDIA driver; it is not started."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -237,6 +237,6 @@ def available_memory() -> int:
 
 
 def _fields(path: str) -> dict[str, int]:
-    """The first number of each line of a file, by the line's name."""
+    """Return the first number of each line of a file, by the line's name."""
     words = (line.split() for line in Path(path).read_text().splitlines())
     return {line[0].rstrip(":"): int(line[1]) for line in words if len(line) > 1}

@@ -90,7 +90,7 @@ class ScoreObserver(ABC):
         plan, behind a prefix of so many committed positions."""
 
     def probes(self, layer: int) -> Sequence[Probe]:
-        """Returns the scores or weights that the attention kernel is to store in a layer."""
+        """Return the scores or weights that the attention kernel is to store in a layer."""
         return ()
 
     def attended(self, layer: int, q: Tensor) -> None:  # noqa: B027 - only if queries are wanted
@@ -295,7 +295,7 @@ class TopScores(SelectionPolicy):
 def verified(
     cache: ObservedCache, layers: Sequence[int], rows: Rows = Rows.ENDS, *, weights: bool = False
 ) -> SelectionPolicy:
-    """Positions by the attention of rows of the newest round (SpecAttn, section 3.2)."""
+    """Return positions by the attention of rows of the newest round (SpecAttn, section 3.2)."""
     return TopScores(cache, AttentionScores(cache, layers, rows, weights=weights))
 
 
@@ -307,10 +307,10 @@ verified_last_weights = partial(verified, rows=Rows.LAST, weights=True)
 
 
 def chunk_topk(cache: ObservedCache, layers: Sequence[int]) -> SelectionPolicy:
-    """Chunks of 8 by attention weights summed over rounds (BudgetDraft, section 3.4)."""
+    """Return the chunks of 8 by attention weights summed over rounds (BudgetDraft, section 3.4)."""
     return TopScores(cache, AttentionScores(cache, layers, cumulative=True))
 
 
 def verified_pages(cache: ObservedCache, layers: Sequence[int]) -> SelectionPolicy:
-    """Pages of 16 by Quest's bounds on the scores of two rows; Quest has its own for each token."""
+    """Return pages of 16 by Quest's bounds on scores of two rows; Quest has them for each token."""
     return TopScores(cache, PageScores(cache, layers))

@@ -45,7 +45,7 @@ _SAME = (
 def token_ids(
     parameter: str, value: object, expected: str, max_items: int = MAX_TOKEN_IDS
 ) -> list[int]:
-    """Token ids of a sequence, array or tensor. Raises ParameterError as `items`."""
+    """Return token ids of a sequence, array or tensor. Raises ParameterError as `items`."""
     ids = items(parameter, value, expected, max_items)
     if _are_ids(ids):
         return ids  # a prompt has thousands
@@ -53,7 +53,7 @@ def token_ids(
 
 
 def _are_ids(values: Collection[Any]) -> bool:
-    """Whether all values are token ids, and none must be converted to one."""
+    """Return whether all values are token ids, and none must be converted to one."""
     if not set(map(type, values)) <= {int}:
         return False
     lowest: int = min(values, default=0)
@@ -66,12 +66,12 @@ def _token_id(parameter: str, value: object, at: str) -> int:
 
 
 def _holds(number: float) -> bool:
-    """Whether a number is finite as a float32."""
+    """Return whether a number is finite as a float32."""
     return abs(number) <= _LARGEST
 
 
 def _is_bias(number: float) -> bool:
-    """Whether a number is finite as a float32, or minus infinity."""
+    """Return whether a number is finite as a float32, or minus infinity."""
     return number == -math.inf or _holds(number)
 
 
@@ -173,7 +173,7 @@ class Sampling(Checked):
         return as_json("json_schema", schema)
 
     def to_proto(self) -> sampling_pb2.SamplingParams:
-        """The protocol message."""
+        """Return the protocol message."""
         return sampling_pb2.SamplingParams(
             **{name: getattr(self, name) for name in _SAME},
             top_p=max(self.top_p, _SMALLEST),  # 0 would mean unset
@@ -185,8 +185,8 @@ class Sampling(Checked):
 
     @staticmethod
     def from_proto(message: sampling_pb2.SamplingParams) -> Sampling:
-        """The parameters of a message; 0 becomes 1 where the protocol defines 0 as unset. Raises
-        ``ParameterError``: a parameter is out of its range."""
+        """Return the parameters of a message; 0 becomes 1 where the protocol defines 0 as unset.
+        Raises ``ParameterError``: a parameter is out of its range."""
         if message.mode not in _ACCEPTANCE:
             raise ParameterError(
                 "acceptance", f"mode {message.mode} is unknown, expected INVARIANT or REJECTION"

@@ -73,13 +73,13 @@ class SchemaPlace:
 
 
 def schemas(root: Any) -> Iterator[Schema]:
-    """All schemas within a schema, itself the first: under the keywords of JSON Schema, and where
-    its references lead. Values that are data, such as those of `const`, are none."""
+    """Return all schemas within a schema, itself the first: under the keywords of JSON Schema, and
+    where its references lead. Values that are data, such as those of `const`, are none."""
     return (place.schema for place in _places(root, named=False))
 
 
 def _places(root: Any, *, named: bool = True) -> Iterator[SchemaPlace]:
-    """The schemas in a schema with their pointers and, if `named`, their addresses. Raises
+    """Yield the schemas in a schema with their pointers and, if `named`, their addresses. Raises
     ``SchemaTooComplex`` if these are too long."""
     names = _id_names(root) if named else ()
     waiting: list[tuple[Any, str, str]] = [(root, "", "")]
@@ -121,7 +121,7 @@ def _places(root: Any, *, named: bool = True) -> Iterator[SchemaPlace]:
 
 
 def _id_names(root: Any) -> tuple[str, ...]:
-    """Keywords for the address of a schema: `id` in drafts 3 and 4 alone."""
+    """Return keywords for the address of a schema: `id` in drafts 3 and 4 alone."""
     draft = str(root.get("$schema")) if isinstance(root, dict) else ""
     return ("$id", "id") if "draft-03" in draft or "draft-04" in draft else ("$id",)
 
@@ -131,7 +131,7 @@ def _escaped(name: str) -> str:
 
 
 def value_at(root: Any, pointer: str) -> Any:
-    """The value at a place; None: there is none."""
+    """Return the value at a place; None: there is none."""
     value = root
     for word in unquote(pointer).split("/")[1:]:
         word = word.replace("~1", "/").replace("~0", "~")
@@ -145,10 +145,10 @@ def value_at(root: Any, pointer: str) -> Any:
 
 
 def without_annotations(source: str) -> str:
-    """A schema, as JSON, without what constrains nothing: texts for people, formats that are not
-    enforced, keywords whose value is null or allows everything. A text that is no JSON stays as it
-    is. Names of properties and patterns are written in the forms that grammars have, and a schema
-    whose values have no end as one that has none."""
+    """Return a schema, as JSON, without what constrains nothing: texts for people, formats that are
+    not enforced, keywords whose value is null or allows everything. A text that is no JSON stays as
+    it is. Names of properties and patterns are written in the forms that grammars have, and a
+    schema whose values have no end as one that has none."""
     try:
         root = json.loads(source)
         room = _MAX_NAMED
@@ -225,7 +225,7 @@ def _look_ahead(schema: Schema) -> None:
 
 
 def _endless(root: Any) -> list[Schema]:
-    """The schemas in a schema whose values have no end: each needs another one of its own kind."""
+    """Return schemas in a schema whose values have no end: each needs another of its kind."""
     left, finite = list(schemas(root)), set[int]()
     for _ in range(_PASSES):  # forwards and backwards, so that a chain of references takes two
         rest = [schema for schema in reversed(left) if not _ends(schema, root, finite)]
@@ -236,8 +236,8 @@ def _endless(root: Any) -> list[Schema]:
 
 
 def _ends(schema: Schema, root: Any, finite: set[int]) -> bool:
-    """Whether a value of a schema has an end, if values of the ``finite`` schemas have one. The
-    schema joins these then."""
+    """Return whether a value of a schema has an end, if values of the ``finite`` schemas have one.
+    The schema joins these then."""
     needed: list[Any] = [*_listed(schema, "allOf")]
     reference, items, kind = schema.get("$ref"), schema.get("items"), schema.get("type")
     if isinstance(reference, str) and (reference + "/").startswith("#/"):
@@ -300,7 +300,7 @@ def embedded(root: Schema, prefix: str) -> Schema:
 
 
 def _pointer(reference: str, base: str, targets: dict[tuple[str, str], str]) -> str | None:
-    """Where a reference leads; None: to another document."""
+    """Return where a reference leads; None: to another document."""
     address, fragment = urldefrag(reference)
     address = urldefrag(urljoin(base, address))[0] if address else base
     if fragment.startswith("/"):

@@ -73,8 +73,8 @@ class ServerConnections:
                     connection.shutdown(socket.SHUT_RDWR)
 
     def _last_used(self, descriptor: int, port: int) -> tuple[bool, int, int] | None:
-        """Whether a connection at ``port`` has a call, minus the milliseconds since its last byte,
-        and its peer's port; None: the descriptor is not one."""
+        """Return whether a connection at ``port`` has a call, minus the milliseconds since its last
+        byte, and its peer's port; None: the descriptor is not one."""
         try:
             connection = socket.socket(fileno=descriptor)
         except OSError:

@@ -13,7 +13,7 @@ Without a quota they say max, or -1."""
 
 
 def usable_cpus(root: Path = Path("/")) -> int:
-    """CPUs of the process's affinity, or as many as its control groups pay for, at least 1.
+    """Return how many CPUs the process's affinity has, or its control groups pay for, at least 1.
 
     ``root`` is where Linux's ``proc`` and ``sys`` are.
     """
@@ -21,8 +21,8 @@ def usable_cpus(root: Path = Path("/")) -> int:
 
 
 def default_threads(root: Path = Path("/")) -> int:
-    """Physical cores of one NUMA node among the CPUs that this process may use, or as many as its
-    control groups pay for, at least 1.
+    """Return physical cores of one NUMA node among the CPUs that this process may use, or as many
+    as its control groups pay for, at least 1.
 
     Two hardware threads of a core share its vector units. A step meets all threads some 250 times,
     and a second socket makes each meeting several times slower, while memory is written from the
@@ -81,7 +81,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _cpus(path: Path) -> set[int]:
-    """CPUs of a list such as 0-3,8-11; none if the file cannot be read."""
+    """Return the CPUs of a list such as 0-3,8-11; none if the file cannot be read."""
     try:
         parts = [part.split("-") for part in path.read_text().strip().split(",")]
         return {cpu for part in parts for cpu in range(int(part[0]), int(part[-1]) + 1)}

@@ -23,7 +23,7 @@ _CREDENTIALS = struct.Struct("=iII")  # process, user and group of a peer
 
 
 def socket_address(path: str) -> str:
-    """Address of a Unix socket; a leading @ stands for the zero byte of an abstract name."""
+    """Return a Unix socket's address; a leading @ stands for an abstract name's zero byte."""
     return "\0" + path[1:] if path.startswith("@") else path
 
 
@@ -60,7 +60,7 @@ class FramedSocket:
         self._received = bytearray()
 
     def fileno(self) -> int:
-        """Descriptor of the socket."""
+        """Return the descriptor of the socket."""
         return self._socket.fileno()
 
     def peer_pid(self) -> int:
@@ -106,9 +106,9 @@ class FramedSocket:
         return length > self._max_bytes or len(self._received) >= _LENGTH.size + length
 
     def receive(self, max_messages: int = sys.maxsize) -> list[bytes]:
-        """The messages that have come, at most so many, by one read and without a wait. Others are
-        there at the next call: see ``has_message``. Raises ``PeerGone``: the connection is closed,
-        or a message is too long."""
+        """Return the messages that have come, at most so many, by one read and without a wait.
+        Others are there at the next call: see ``has_message``. Raises ``PeerGone``: the connection
+        is closed, or a message is too long."""
         ended = False
         if not self.has_message:
             try:
@@ -137,7 +137,7 @@ class FramedSocket:
         return messages
 
     def _next_length(self, start: int = 0) -> int | None:
-        """Length of the message that begins at a place of what was read."""
+        """Return the length of the message that begins at a place of what was read."""
         if len(self._received) - start < _LENGTH.size:
             return None
         length: int = _LENGTH.unpack_from(self._received, start)[0]

@@ -16,14 +16,14 @@ _MARKS = (
 
 
 def user_path(text: str) -> Path:
-    """The path in a text, with the home folder in place of `~`: shells leave it in `--file=~/x`,
-    config files and the environment. Command lines take it for `type=Path`."""
+    """Return the path in a text, with the home folder in place of `~`: shells leave it in
+    `--file=~/x`, config files and the environment. Command lines take it for `type=Path`."""
     return Path(os.path.expanduser(text))
 
 
 def read_text(path: Path) -> str:
-    """The text of a file, as of `decoded`. Raises OSError: it cannot be read; ValueError: it is no
-    text."""
+    """Return the text of a file, as of `decoded`. Raises OSError: it cannot be read; ValueError: it
+    is no text."""
     return decoded(path.read_bytes(), str(path))
 
 

@@ -58,7 +58,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 def owner_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
-    """Identity of the caller, stable for the life of this process.
+    """Return the identity of the caller, stable for the life of this process.
 
     A keyed hash of the subject of a verified client certificate, else of the bearer token (also if
     the server requires none), else `"local"`.
@@ -69,7 +69,7 @@ def owner_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
 def owner_from(
     metadata: Iterable[tuple[str, str | bytes]], auth: Mapping[str, Iterable[bytes]]
 ) -> str:
-    """The same, of a call's metadata and its transport's auth context."""
+    """Return the same, of a call's metadata and its transport's auth context."""
     subject = [value for key in _SUBJECT_KEYS for value in auth.get(key, ())]
     if subject:
         return _name(b"subject\0" + b"\0".join(subject))
@@ -84,7 +84,7 @@ def user_of(owner: str, user: str) -> str:
 
 
 def bearer_token(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
-    """Token of the `authorization: Bearer ...` metadata, or None."""
+    """Return the token of the `authorization: Bearer ...` metadata, or None."""
     for key, value in metadata:
         if key == "authorization" and isinstance(value, str) and value.lower().startswith(_BEARER):
             return value[len(_BEARER) :].strip()
@@ -105,8 +105,8 @@ def _name(fact: bytes) -> str:
 
 
 def server_credentials(options: ServerOptions) -> grpc.ServerCredentials | None:
-    """Credentials for `options`, or None without TLS. Raises OptionsError: a file cannot be read,
-    is not PEM, needs a passphrase, or certificate and key are not a pair."""
+    """Return credentials for `options`, or None without TLS. Raises OptionsError: a file cannot be
+    read, is not PEM, needs a passphrase, or certificate and key are not a pair."""
     if options.tls_cert is None or options.tls_key is None:
         return None
     _check_pair(options.tls_cert, options.tls_key)
@@ -120,7 +120,7 @@ def server_credentials(options: ServerOptions) -> grpc.ServerCredentials | None:
 
 
 def https_context(options: ServerOptions) -> ssl.SSLContext | None:
-    """The TLS context of an HTTP server; None: the options have no certificate."""
+    """Return the TLS context of an HTTP server; None: the options have no certificate."""
     if options.tls_cert is None or options.tls_key is None:
         return None
     context = _check_pair(options.tls_cert, options.tls_key)
@@ -204,7 +204,7 @@ class ServiceError(Exception):
     internal = _Constructor(grpc.StatusCode.INTERNAL)  # an error of the service itself
 
     def to_status(self) -> status_pb2.Status:
-        """The rich status to send. Long texts are truncated, lone surrogates replaced."""
+        """Return the rich status to send. Long texts are truncated, lone surrogates replaced."""
         info = error_details_pb2.ErrorInfo(domain=DOMAIN, reason=self.reason)
         for key, value in self.metadata.items():
             info.metadata[key] = _clean(value, MAX_METADATA_CHARS)
@@ -400,13 +400,13 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _port(peer: str) -> int:
-    """Port of a peer such as "ipv4:127.0.0.1:4242"; 0: it has none."""
+    """Return the port of a peer such as "ipv4:127.0.0.1:4242"; 0: it has none."""
     port = peer.rpartition(":")[2]
     return int(port) if port.isdecimal() else 0
 
 
 def _traced(tracer: Tracer, method: str, call: Behaviour, server: Attributes) -> Behaviour:
-    """A handler of `method` ("/package.Service/Method") with a span of each traced call."""
+    """Return a handler of `method` ("/package.Service/Method") with a span of each traced call."""
     name = method.removeprefix("/")
     attributes = {Attribute.RPC_SYSTEM: "grpc", Attribute.RPC_METHOD: name, **server}
 

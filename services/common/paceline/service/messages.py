@@ -64,7 +64,7 @@ def count_fields(kind: Any, raw: bytes) -> int:
 
 
 def _varint(raw: bytes, at: int) -> tuple[int, int]:
-    """The number at a place, and the place behind it."""
+    """Return the number at a place, and the place behind it."""
     value = shift = 0
     while at < len(raw) and shift < 70:
         byte = raw[at]

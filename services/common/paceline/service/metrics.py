@@ -30,7 +30,7 @@ _CALLS = _TABLE.counter(
 
 
 def new_registry() -> CollectorRegistry:
-    """A registry with the memory, processor time and open files of this process."""
+    """Return a registry with the memory, processor time and open files of this process."""
     # Without a `_created` series for each counter and histogram.
     prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
     registry = CollectorRegistry()
@@ -156,7 +156,7 @@ class _Handler(WSGIRequestHandler):
 
 
 def _guarded(metrics: Any, token: str | None) -> Callable[[Any, Any], Iterable[bytes]]:
-    """A WSGI application behind its path and token."""
+    """Return a WSGI application behind its path and token."""
 
     def answer(environ: Any, start_response: Any) -> Iterable[bytes]:
         headers = [("Content-Type", "text/plain; charset=utf-8")]

@@ -55,7 +55,7 @@ def add_options(
 
 
 def given_options(args: argparse.Namespace, options: type[Any]) -> dict[str, Any]:
-    """The options of a dataclass that are in parsed arguments of `add_options`."""
+    """Return the options of a dataclass that are in parsed arguments of `add_options`."""
     entries = [entry for entry in fields(options) if "help" in entry.metadata]
     given = {entry.name: getattr(args, _argument_of(entry)) for entry in entries}
     return {name: value for name, value in given.items() if value is not None}
@@ -64,14 +64,14 @@ def given_options(args: argparse.Namespace, options: type[Any]) -> dict[str, Any
 def to_words(
     args: argparse.Namespace, options: type[Any], without: Collection[str] = ()
 ) -> list[str]:
-    """The command line of the options of a dataclass that are in parsed arguments, but for the
-    fields `without`."""
+    """Return the command line of the options of a dataclass that are in parsed arguments, but for
+    the fields `without`."""
     entries = [entry for entry in fields(options) if "help" in entry.metadata]
     return words_of(args, [_argument_of(entry) for entry in entries if entry.name not in without])
 
 
 def words_of(args: argparse.Namespace, names: Iterable[str]) -> list[str]:
-    """The command line of the named arguments, without those that are None; a list is repeated."""
+    """Return the command line of the named arguments that are not None; a list is repeated."""
     words = []
     for name in names:
         value, flag = getattr(args, name), name.replace("_", "-")
@@ -86,7 +86,7 @@ def words_of(args: argparse.Namespace, names: Iterable[str]) -> list[str]:
 
 
 def _word(value: object) -> str:
-    """How a parsed value is written: names as `A,B` or `none`, numbers as `N:M`."""
+    """Return how a parsed value is written: names as `A,B` or `none`, numbers as `N:M`."""
     if not isinstance(value, tuple):
         return str(value)
     return (":" if value and isinstance(value[0], int) else ",").join(map(str, value)) or "none"
@@ -193,8 +193,8 @@ class ServerOptions:
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> Self:
-        """Options from `args.address` and what `add_server_arguments` parsed. Raises OptionsError:
-        as above, or the token file cannot be read."""
+        """Return options from `args.address` and what `add_server_arguments` parsed. Raises
+        OptionsError: as above, or the token file cannot be read."""
         return cls(
             address=args.address,
             token=read_token(args.token_file),
@@ -226,8 +226,8 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
 def parse_environment(
     environ: Mapping[str, str], prefix: str, options: type[Any]
 ) -> argparse.Namespace:
-    """The arguments of a server inside of another program, which has no command line of its own:
-    ``address``, `add_server_arguments` and the fields of ``options``, each a variable of its
+    """Return the arguments of a server inside of another program, which has no command line of its
+    own: ``address``, `add_server_arguments` and the fields of ``options``, each a variable of its
     name in capitals after a prefix. A flag is set by 1. Raises OptionsError: a variable is unknown
     or invalid."""
     parser = _OptionParser(add_help=False, allow_abbrev=False)
@@ -263,15 +263,15 @@ class _OptionParser(argparse.ArgumentParser):
 
 
 def read_token(file: Path | None) -> str | None:
-    """The token from `file`, else from the environment or a file that it names, else None. Raises
-    OptionsError: the file cannot be read or holds no token."""
+    """Return the token from `file`, else from the environment or a file that it names, else None.
+    Raises OptionsError: the file cannot be read or holds no token."""
     return read_secret("token", file, TOKEN_VARIABLE, TOKEN_FILE_VARIABLE)
 
 
 def read_secret(what: str, file: Path | None, variable: str, file_variable: str) -> str | None:
-    """A secret from `file`, else from `variable`, else from the file in `file_variable`, else None.
-    Raises OptionsError: the file cannot be read or is empty; the message calls the secret `what`.
-    """
+    """Return a secret from `file`, else from `variable`, else from the file in `file_variable`,
+    else None. Raises OptionsError: the file cannot be read or is empty; the message calls the
+    secret `what`."""
     if file is None and (secret := os.environ.get(variable, "").strip()):
         return secret
     if file is None and (named := os.environ.get(file_variable)):
@@ -288,8 +288,8 @@ def read_secret(what: str, file: Path | None, variable: str, file_variable: str)
 
 
 def stays_on_this_machine(address: str) -> bool:
-    """Whether only processes of this machine can reach an address. Raises OptionsError if it is
-    malformed or its host cannot be resolved."""
+    """Return whether only processes of this machine can reach an address. Raises OptionsError if it
+    is malformed or its host cannot be resolved."""
     if socket_path_of(address) is not None:
         return True
     host, port = split_address(address)
@@ -301,7 +301,7 @@ def stays_on_this_machine(address: str) -> bool:
 
 
 def socket_path_of(address: str) -> Path | None:
-    """File of a unix socket's address; None for TCP. Raises OptionsError if it is empty."""
+    """Return a Unix socket's file; None for TCP. Raises OptionsError if it is empty."""
     if not address.startswith("unix:"):
         return None
     path = address.removeprefix("unix:")
@@ -312,7 +312,7 @@ def socket_path_of(address: str) -> Path | None:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host, without brackets, and port of a TCP address. Raises OptionsError if malformed."""
+    """Return host (no brackets) and port of a TCP address. Raises OptionsError if malformed."""
     host, colon, port = address.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     if not colon or not host or (":" in host and not bracketed):

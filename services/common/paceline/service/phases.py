@@ -31,7 +31,7 @@ class Phases:
         self.on_change(self.current)
 
     def __str__(self) -> str:
-        """The phases that took half a second or more, with their seconds."""
+        """Return the phases that took half a second or more, with their seconds."""
         long = [f"{name} {spent:.1f} s" for name, spent in self.seconds.items() if spent >= 0.5]
         return ", ".join(long)
 

@@ -79,7 +79,7 @@ def log_beside_others() -> None:
 
 
 def printable(text: str) -> str:
-    """A text on one line: characters that are not shown are escaped, as "\\x1b" or "\\u202e"."""
+    """Return a text on one line, with characters that are not shown escaped, as "\\x1b"."""
     return _UNSEEN.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
@@ -159,7 +159,7 @@ def share_one_heap() -> None:
 
 
 def _library_pages() -> Iterator[tuple[int, int]]:
-    """Addresses of pages of libraries of which this process has no copies of its own."""
+    """Yield the addresses of pages of libraries of which this process has no copies of its own."""
     pages = (0, 0)
     for line in Path("/proc/self/smaps").read_text().splitlines():
         words = line.split()
@@ -244,7 +244,7 @@ class Service(Protocol):
         `limits.MESSAGE_BYTES`. Unit: bytes."""
 
     def facts(self) -> Mapping[str, object]:
-        """What the log says of it once it serves: models, device, memory."""
+        """Return what the log says of it once it serves: models, device, memory."""
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add the servicers to `server`."""
@@ -382,7 +382,7 @@ async def _add_health(server: grpc.aio.Server, names: tuple[str, ...]) -> Any:
 
 
 def files_left() -> bool:
-    """Whether this process may open some more files: connections, KV caches."""
+    """Return whether this process may open some more files: connections, KV caches."""
     try:
         with ExitStack() as opened:
             for _ in range(limits.SPARE_FILES):

@@ -33,7 +33,7 @@ def keep_running(name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> as
 
 
 async def in_thread(call: Callable[[], T]) -> T:
-    """The result of a call that blocks, from a thread of its own.
+    """Return the result of a call that blocks, from a thread of its own.
 
     Unlike a thread of the event loop's executor it keeps neither other calls nor the end of the
     process waiting. If the caller is cancelled, the thread runs to its end. Raises what the call

@@ -75,21 +75,21 @@ class TokenForms:
         self._breaks = {indent: token for token, indent in self._indents.items()}
 
     def end(self, token: int) -> int:
-        """The last character of a token that is not white space; of white space a line break."""
+        """Return a token's last character that is not white space; of white space a line break."""
         return 0 if token == _ANY else self._ends[token]
 
     def indent(self, token: int, before: int) -> int:
-        """Blanks behind the last line break after a token, if there were ``before`` ones."""
+        """Return blanks behind the last line break after a token, if there were ``before`` ones."""
         return self._indents.get(token, before)
 
     def form(self, token: int, indent: int) -> int | Indent | None:
-        """A token as a choice of form, in a line with an indentation; None if it has words."""
+        """Return a token as a choice of form, in a line with an indentation; None: it has words."""
         if (blanks := self._indents.get(token)) is not None:
             return Indent(blanks - indent)
         return token if self._plain[token] else None
 
     def token(self, form: int | Indent, indent: int) -> int | None:
-        """The token of a choice of form, in a line with an indentation; None if there is none."""
+        """Return the token of a choice of form, in a line with an indentation; None: none."""
         return self._breaks.get(indent + form.change) if isinstance(form, Indent) else form
 
 
@@ -101,17 +101,17 @@ class Spot(NamedTuple):
     indent: int  # blanks behind the last line break; -1: there was none
 
     def allows(self, token: int) -> bool:
-        """Whether a token may come."""
+        """Return whether a token may come."""
         return bool(self.allowed[token >> 3] >> (token & 7) & 1)
 
     def form(self, forms: TokenForms) -> Place:
-        """The place as one of the same form."""
+        """Return the place as one of the same form."""
         mask = forms.punctuation
         kind = np.frombuffer(self.allowed, np.uint8, len(mask)) & mask
         return "form", hash(kind.tobytes()), forms.end(self.before)
 
     def places(self) -> tuple[Place, Place]:
-        """The place behind the token before it, and behind any."""
+        """Return the place behind the token before it, and behind any."""
         tokens = hash(self.allowed)
         return ("tokens", tokens, self.before), ("tokens", tokens, _ANY)
 
@@ -124,11 +124,11 @@ class Constraint(Protocol):
         """Of the vocabulary."""
 
     def allowed(self) -> NDArray[np.uint8] | None:
-        """Tokens that may come next, 8 a byte, the lowest id in the lowest bit; None: nobody waits
-        for them, and nothing is guessed."""
+        """Return tokens that may come next, 8 a byte, the lowest id in the lowest bit; None: nobody
+        waits for them, and nothing is guessed."""
 
     def accepts(self, tokens: Sequence[int]) -> int:
-        """How many of these tokens may come next, one after the other."""
+        """Return how many of these tokens may come next, one after the other."""
 
     def push(self, token: int) -> None:
         """Append a token that may come next."""
@@ -159,8 +159,8 @@ class GrammarPlaces:
             self._chosen.popitem(last=False)
 
     def find(self, spot: Spot, forms: TokenForms) -> tuple[int, float] | None:
-        """The token that was chosen before at such a place, and how often it was again; None:
-        nothing is known that may come."""
+        """Return the token that was chosen before at such a place, and how often it was again;
+        None: nothing is known that may come."""
         known = self._chosen.get(spot.form(forms))
         if known is not None:
             token = forms.token(known.token, spot.indent)
@@ -217,7 +217,7 @@ class GrammarSource:
         self._last, self._indent = token, self._forms.indent(token, self._indent)
 
     def propose(self, depth: int) -> TokenTree:
-        """A chain of at most so many tokens; empty where the grammar is open."""
+        """Return a chain of at most so many tokens; empty where the grammar is open."""
         tokens: list[int] = []
         confidences: list[float] = []
         survival, last, indent = 1.0, self._last, self._indent
@@ -236,7 +236,7 @@ class GrammarSource:
         return TokenTree.chain(tokens, confidences, source="grammar")
 
     def _next(self, before: int, indent: int) -> tuple[int, float] | None:
-        """The likeliest token behind another one at the present place, in a line with an
+        """Return the likeliest token behind another one at the present place, in a line with an
         indentation, and its confidence; None if nothing is known."""
         allowed, count = self._few()
         if count == 1:
@@ -246,8 +246,8 @@ class GrammarSource:
         return None if known is None else (known[0], min(_SURE, known[1]))
 
     def _few(self) -> tuple[bytes, int]:
-        """Tokens allowed at the present place, and how many they are; none: it is free text, or
-        nobody knows."""
+        """Return tokens allowed at the present place, and how many they are; none: it is free text,
+        or nobody knows."""
         accepts = self._constraint.accepts
         if self._probes and sum([accepts((probe,)) for probe in self._probes]) >= _PROBES - 1:
             return b"", 0
@@ -279,5 +279,5 @@ class GrammarOwners:
 
 
 def _highest(bits: int) -> int:
-    """The highest bit of a byte that is set."""
+    """Return the highest bit of a byte that is set."""
     return int(bits).bit_length() - 1

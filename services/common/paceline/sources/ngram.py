@@ -88,7 +88,7 @@ class NgramIndex:
         return list(lengths.items())
 
     def _hashes(self) -> tuple[int, ...]:
-        """Hashes of the n-grams that end the indexed text."""
+        """Return the hashes of the n-grams that end the indexed text."""
         keys, key = [], 0
         for token in reversed(self._text[max(0, self.length - self._max) : self.length]):
             key = hash((key, token))
@@ -211,7 +211,7 @@ class SharedTexts:
 
 
 def _hash(tokens: Iterable[Any], bits: int) -> Any:
-    """Hash of an n-gram in ``bits`` bits: of ints, or of uint64 arrays for many at once."""
+    """Hash an n-gram to ``bits`` bits: of ints, or of uint64 arrays for many at once."""
     key: Any = 0
     for token in tokens:
         key = (key + token) * _FACTOR & _WORD
@@ -345,7 +345,7 @@ class NgramSource:
     def propose(
         self, nodes: int, depth: int, warm: int | None = None, min_survival: float = 0.0
     ) -> TokenTree:
-        """A tree of at most so many nodes, none deeper than ``depth``; empty without a match.
+        """Return a tree of at most so many nodes, none below ``depth``; empty without a match.
 
         At most ``warm`` tokens of the backlog enter the index, and the tree is empty if some are
         left; None: all of them do. Nodes less likely than ``min_survival`` are left out.
@@ -386,9 +386,9 @@ class NgramSource:
         depth: int,
         min_survival: float,
     ) -> list[Continuation]:
-        """What followed the matches in a source; where none of it is likely enough, one token of
-        the best match, which the statistics learn from. n-grams whose matches would not be likely
-        enough are not looked up: most steps have a match of one token."""
+        """Return what followed the matches in a source; where none of it is likely enough, one
+        token of the best match, which the statistics learn from. n-grams whose matches would not be
+        likely enough are not looked up: most steps have a match of one token."""
         options, shortest = self._options, 1
         while shortest < options.max_n and statistics.confidence(shortest) < min_survival:
             shortest += 1
@@ -431,7 +431,7 @@ def _merge(continuations: Iterable[Continuation]) -> Sequence[Continuation]:
 
 
 def _chain(only: Continuation, depth: int, min_survival: float) -> TokenTree:
-    """The tree of one continuation, as :func:`grow` makes it, in a fifth of its time."""
+    """Return the tree of one continuation, as :func:`grow` makes it, in a fifth of its time."""
     confidence, match = only.statistics.confidence, only.match
     confidences: list[float] = []
     survival = 1.0
@@ -447,7 +447,7 @@ def _chain(only: Continuation, depth: int, min_survival: float) -> TokenTree:
 def _expand(
     continuations: Sequence[Continuation], level: int
 ) -> Iterator[tuple[int, float, Sequence[Continuation]]]:
-    """Children of a node on these continuations, which share the confidence by weight."""
+    """Yield the children of a node on these continuations, which share the confidence by weight."""
     if len(continuations) == 1:  # most nodes: the rest would take five times as long
         [only] = continuations
         if level < len(only.tokens):

@@ -69,7 +69,7 @@ class RecycledTokens:
             del known[next(iter(known))]
 
     def find(self, context: Context) -> tuple[int, Sequence[int], Sequence[float]]:
-        """Length of the longest known end of a context (0: none), its tokens and probabilities."""
+        """Return the longest known end of a context: length (0: none), tokens, probabilities."""
         for length in range(len(context), 0, -1):
             row = self._candidates.get(context[-length:])
             if row is not None:
@@ -77,7 +77,7 @@ class RecycledTokens:
         return 0, (), ()
 
     def confidence(self, length: int, rank: int, chance: float) -> float:
-        """Probability that a candidate is the next token."""
+        """Return the probability that a candidate is the next token."""
         return self._kinds[_kind(length, rank, chance)].value(chance, _PRIOR_WEIGHT)
 
     def observe(
@@ -136,7 +136,7 @@ class RecycleSource:
         self._length += len(tokens)
 
     def propose(self, nodes: int, depth: int, min_survival: float = 0.0) -> TokenTree:
-        """A tree of at most so many nodes, none deeper than ``depth`` or less likely than
+        """Return a tree of at most so many nodes, none deeper than ``depth`` or less likely than
         ``min_survival`` to be accepted; empty: nothing is known."""
         options = self._options
         nodes = min(nodes, options.max_nodes)
@@ -160,7 +160,7 @@ class RecycleSource:
             yield token, confidence, (*context, token)[-_MAX_CONTEXT:]
 
     def _ranked(self, context: Context, level: int) -> tuple[int, Sequence[int], Sequence[float]]:
-        """What is known of a context at a depth behind the anchor (0: the anchor's), best first."""
+        """Return what is known of a context at a depth behind the anchor (0: its), best first."""
         length, tokens, chances = self._known.find(context)
         if not length or self._rank is None:
             return length, tokens, chances

@@ -65,7 +65,7 @@ def _exporter_names(environ: Mapping[str, str]) -> list[str]:
 
 
 def _provider(service: str, names: list[str]) -> TracerProvider | None:
-    """A provider with every exporter that could be made; None if there is none."""
+    """Return a provider with every exporter that could be made; None if there is none."""
     try:
         from opentelemetry.sdk.resources import OTELResourceDetector, Resource
         from opentelemetry.sdk.trace import TracerProvider

@@ -83,11 +83,11 @@ class Metrics(Collector):
                 added.remove_by_labels(dict(series))
 
     def describe(self) -> Iterator[Family]:
-        """Names and kinds, by which a registry refuses a second metric of a name."""
+        """Return names and kinds, by which a registry refuses a second metric of a name."""
         return (Family(metric.name, metric.text, metric.kind) for metric in self._table)
 
     def collect(self) -> Iterator[Family]:
-        """All metrics in the order of the table. Runs on the endpoint's thread."""
+        """Yield all metrics in the order of the table. Runs on the endpoint's thread."""
         for metric in self._table:
             if metric.read is None:
                 yield from self._added[metric].collect()

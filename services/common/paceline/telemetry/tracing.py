@@ -26,7 +26,7 @@ Attributes = Mapping[str, "AttributeValue"]
 
 
 def tracer() -> Tracer | None:
-    """The tracer of this process; None if tracing is not set up.
+    """Return the tracer of this process; None if tracing is not set up.
 
     `paceline.telemetry.exporters.traced` or a tracer provider of OpenTelemetry's SDK sets it up.
     """
@@ -42,7 +42,7 @@ def tracer() -> Tracer | None:
 
 
 def traceparent_of(span: Span) -> str:
-    """The W3C traceparent of a span, which makes spans of another process its children."""
+    """Return the W3C traceparent of a span, which makes spans of another process its children."""
     from opentelemetry.trace import set_span_in_context
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -52,7 +52,7 @@ def traceparent_of(span: Span) -> str:
 
 
 def current_metadata() -> tuple[tuple[str, str], ...]:
-    """The current span as gRPC metadata, for calls whose messages have no traceparent.
+    """Return the current span as gRPC metadata, for calls whose messages have no traceparent.
 
     Empty if that span is not recorded or has ended.
     """
@@ -143,7 +143,7 @@ def add_server_span(
 
 
 def remote_context(traceparent: str) -> Context | None:
-    """The context of a caller's span, as the parent of others; None if there is none."""
+    """Return the context of a caller's span, as the parent of others; None if there is none."""
     from opentelemetry import trace
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -152,8 +152,8 @@ def remote_context(traceparent: str) -> Context | None:
 
 
 def child_traceparent(traceparent: str) -> str:
-    """The traceparent of a span that is to be made later, by :func:`start_named`, in the trace of a
-    valid one. Another process may make children of it before."""
+    """Return the traceparent of a span that is to be made later, by :func:`start_named`, in the
+    trace of a valid one. Another process may make children of it before."""
     version, trace, _, flags = traceparent.split("-")[:4]
     return f"{version}-{trace}-{random.getrandbits(64) or 1:016x}-{flags}"
 
@@ -174,7 +174,7 @@ def start_named(
 
 
 def server_attributes(address: str) -> Attributes:
-    """The attributes of a server's address, "host:port" or "unix:/path"."""
+    """Return the attributes of a server's address, "host:port" or "unix:/path"."""
     host, colon, port = address.rpartition(":")
     if colon and port.isdecimal():
         return {Attribute.SERVER_ADDRESS: host.strip("[]"), Attribute.SERVER_PORT: int(port)}

@@ -31,9 +31,9 @@ class TokenError(ValueError):
 
 
 def is_local(address: str) -> bool:
-    """Whether a connection to an address stays on this machine, without a look at DNS: the address
-    is a Unix socket or of the loopback interface. `service.options.stays_on_this_machine` is for
-    the address at which a server listens."""
+    """Return whether a connection to an address stays on this machine, without a look at DNS: the
+    address is a Unix socket or of the loopback interface. `service.options.stays_on_this_machine`
+    is for the address at which a server listens."""
     if address.startswith(_UNIX):
         return True
     host = re.sub(f"^({_DNS}|ipv[46]:)", "", address).rpartition(":")[0].strip("[]")
@@ -47,7 +47,7 @@ def is_local(address: str) -> bool:
 
 
 def certified_name(address: str) -> str:
-    """The name in the certificate on a Unix socket, where gRPC expects the path; else empty."""
+    """Return the name in a Unix socket's certificate, where gRPC expects the path; else empty."""
     return "localhost" if address.startswith(_UNIX) else ""
 
 
@@ -58,7 +58,7 @@ def check_encrypted(address: str, token: str | None, *, tls: bool) -> None:
 
 
 def local_token(address: str) -> str | None:
-    """The token that a service of this user has made for an address of this machine, if any."""
+    """Return the token that a service of this user made for an address of this machine, if any."""
     return _read(address, "token").strip() or None
 
 
@@ -73,7 +73,7 @@ class Noted:
 
 
 def noted_services(verifier: str) -> Noted | None:
-    """The note of the command whose verifier listens there; None: no such command runs."""
+    """Return the note of the command whose verifier listens there; None: no such command runs."""
     try:
         noted = Noted(**json.loads(_read(verifier, "json")))
         os.kill(noted.pid, 0)
@@ -121,7 +121,7 @@ def own_token(addresses: Iterable[str]) -> Iterator[Path]:
 
 
 def _folder() -> Path:
-    """The folder of this user's tokens, which ends with the session or with the machine."""
+    """Return the folder of this user's tokens, which ends with the session or with the machine."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if runtime:
         return Path(runtime, "paceline")
@@ -129,7 +129,7 @@ def _folder() -> Path:
 
 
 def _make_folder() -> Path:
-    """The folder, made if there is none. Raises ``TokenError``: it cannot be, or is not this
+    """Return the folder, made if there is none. Raises ``TokenError``: it cannot be, or is not this
     user's alone."""
     folder = _folder()
     try:
@@ -159,7 +159,7 @@ def _name(address: str, kind: str) -> str:
 
 
 def _read(address: str, kind: str) -> str:
-    """The file of an address of this machine; empty: there is none that can be trusted."""
+    """Return the file of an address of this machine; empty: there is none that can be trusted."""
     if not is_local(address):
         return ""
     try:

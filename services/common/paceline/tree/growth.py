@@ -43,7 +43,7 @@ def _grow(
     depth: int,
     min_survival: float = 0.0,
 ) -> tuple[list[int], list[int], list[float], list[State]]:
-    """Tokens, parents, confidences and states of the nodes of :func:`grow`."""
+    """Return tokens, parents, confidences and states of the nodes of :func:`grow`."""
     tokens: list[int] = []
     parents: list[int] = []
     confidences: list[float] = []
@@ -74,7 +74,7 @@ def _grow(
 
 
 def accepted_tokens(tree: TokenTree, continuation: Sequence[int]) -> int:
-    """Length of the longest path of a tree that is a prefix of the text after the anchor."""
+    """Return the length of a tree's longest path that begins the text after the anchor."""
     matched = {-1: 0}
     for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=False)):
         depth = matched.get(parent, len(continuation))
@@ -84,7 +84,7 @@ def accepted_tokens(tree: TokenTree, continuation: Sequence[int]) -> int:
 
 
 def merge(first: TokenTree, second: TokenTree, *, nodes: int, depth: int) -> TokenTree:
-    """The nodes of two trees as one tree: at most so many, the likeliest, and none deeper.
+    """Return the nodes of two trees as one tree: at most so many, the likeliest, and none deeper.
 
     A node of both has the higher probability, and the source that it has in the first. Where
     siblings add up to more than 1, they are scaled.

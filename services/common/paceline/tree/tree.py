@@ -62,7 +62,7 @@ class TokenTree:
     def chain(
         cls, tokens: Sequence[int], confidences: Sequence[float] = (), *, source: str = ""
     ) -> TokenTree:
-        """A tree of one path, proposed by ``source``."""
+        """Return a tree of one path, proposed by ``source``."""
         parents = tuple(range(-1, len(tokens) - 1))
         sources = (source,) * len(tokens) if source else ()
         return cls(tuple(tokens), parents, tuple(confidences), (), sources)
@@ -98,7 +98,7 @@ class TokenTree:
         return message
 
     def __len__(self) -> int:
-        """Number of nodes, the anchor not counted."""
+        """Return the number of nodes, the anchor not counted."""
         return len(self.tokens)
 
     @cached_property
@@ -149,15 +149,15 @@ class TokenTree:
         return index
 
     def child(self, node: int, token: int) -> int | None:
-        """The first child of ``node`` (-1: the anchor) with this token, if there is one."""
+        """Return the first child of ``node`` (-1: the anchor) with this token, if there is one."""
         return self._index.get((node, token))
 
     def children(self, node: int) -> tuple[int, ...]:
-        """Indices of the children of ``node`` (-1: the anchor), in order."""
+        """Return the indices of the children of ``node`` (-1: the anchor), in order."""
         return tuple(i for i, parent in enumerate(self.parents) if parent == node)
 
     def path(self, node: int) -> tuple[int, ...]:
-        """Tokens from the anchor's child down to ``node``."""
+        """Return tokens from the anchor's child down to ``node``."""
         tokens = []
         while node >= 0:
             tokens.append(self.tokens[node])
@@ -165,7 +165,7 @@ class TokenTree:
         return tuple(reversed(tokens))
 
     def best_chain(self) -> TokenTree:
-        """The path that takes the likeliest child at each node; this tree if it is a chain."""
+        """Return the path of the likeliest child at each node; this tree if it is a chain."""
         if self.is_chain:
             return self
         nodes: list[int] = []
@@ -174,11 +174,11 @@ class TokenTree:
         return self.subtree(nodes)
 
     def first(self, count: int) -> TokenTree:
-        """The tree of the first ``count`` nodes."""
+        """Return the tree of the first ``count`` nodes."""
         return self if count >= len(self) else self.subtree(range(count))
 
     def subtree(self, nodes: Iterable[int]) -> TokenTree:
-        """The tree of some nodes, in the given order, which has parents before their children."""
+        """Return the tree of some nodes, in the given order, with parents before children."""
         nodes = tuple(nodes)
         tokens, parents, confidences = self.tokens, self.parents, self.confidences
         new = {node: index for index, node in enumerate(nodes)}

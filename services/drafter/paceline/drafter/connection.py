@@ -239,8 +239,8 @@ class Connection:
         self._close(sequence.number)
 
     def _find(self, number: int) -> _Sequence | None:
-        """An open sequence; None if it was refused or closed. Raises ``ServiceError``: the verifier
-        never opened it."""
+        """Return an open sequence; None if it was refused or closed. Raises ``ServiceError``: the
+        verifier never opened it."""
         if not 0 < number <= self._last:
             raise ServiceError.invalid_argument(
                 "UNKNOWN_SEQUENCE",
@@ -533,7 +533,7 @@ class Connection:
 
 
 def _parts(message: exchange_pb2.JoinRequest) -> list[exchange_pb2.JoinRequest]:
-    """A message, or several with its trees, none of them longer than a verifier takes."""
+    """Return a message, or several with its trees, none of them longer than a verifier takes."""
     if message.ByteSize() <= limits.FRAME_BYTES:
         return [message]
     parts = [exchange_pb2.JoinRequest(opened=message.opened, refused=message.refused)]

@@ -51,7 +51,7 @@ class _Verifier:
         self._task = asyncio.create_task(self._run(), name=f"join {address}")
 
     def link(self) -> drafter_pb2.VerifierLink:
-        """The verifier as listed. Any thread."""
+        """Return the verifier as listed. Any thread."""
         connection = self.connection
         if connection is None:
             return drafter_pb2.VerifierLink(address=self.address, error=self.error)
@@ -77,7 +77,7 @@ class _Verifier:
             await self._task
 
     def _drafters(self) -> exchange_pb2.JoinRequest:
-        """The list of drafters; an empty one while the service drains."""
+        """Return the list of drafters; an empty one while the service drains."""
         drafters = exchange_pb2.DrafterList()
         if not self._parts.draining:
             drafters.default_drafter = self._parts.registry.default_name
@@ -308,8 +308,8 @@ async def _open_socket(joined: exchange_pb2.Joined) -> FramedSocket | None:
 
 
 def on_other_cores(opened: FramedSocket | None) -> bool:
-    """Whether a verifier shares no core with this process: by the cores that both may use, or
-    because there is no socket, as from another machine."""
+    """Return whether a verifier shares no core with this process: by the cores that both may use,
+    or because there is no socket, as from another machine."""
     if opened is None:
         return True
     pid = opened.peer_pid()

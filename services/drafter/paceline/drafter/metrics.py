@@ -101,7 +101,7 @@ class DrafterMetrics(Metrics):
         self._series.add(labels)
 
     def collect(self) -> Iterator[Family]:
-        """Gauges of all versions, the queue and the KV."""
+        """Return the gauges of all versions, the queue and the KV."""
         for removed in self._series - set(map(_labels, self._drafters.versions())):
             self._series.discard(removed)
             self.remove(dict(zip(_VERSION, removed, strict=True)))

@@ -57,7 +57,7 @@ class Loader:
             return await in_thread(partial(self._load, spec))
 
     def is_short_of_memory(self, spec: DrafterSpec) -> bool:
-        """Whether the files of a drafter for the CPU are larger than the free memory."""
+        """Return whether the files of a drafter for the CPU are larger than the free memory."""
         if spec.folder is None:
             return False
         try:
@@ -127,7 +127,7 @@ class Version:
         }
 
     def info(self) -> drafter_pb2.DrafterInfo:
-        """The version as listed."""
+        """Return the version as listed."""
         drafter, statistics = self.drafter, self.statistics
         needs, policy = drafter.needs, drafter.needs.kv_options.kv_policy
         scored = needs.kv_layers if needs.kv_budget and policy != STREAMING else ()

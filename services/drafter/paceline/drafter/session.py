@@ -77,13 +77,13 @@ class Session:
         return self._sources[0].transport if self._sources else ""
 
     def take_received_bytes(self) -> int:
-        """Bytes of KV and hidden states received over gRPC since the last call."""
+        """Return the bytes of KV and hidden states received over gRPC since the last call."""
         before = self._received
         self._received = sum(source.received for source in self._sources)
         return self._received - before
 
     def lacks_states(self, committed: int) -> bool:
-        """Whether it follows hidden states, and those below ``committed`` have not all come."""
+        """Tell whether it follows hidden states, and some below ``committed`` are missing."""
         states = self.states
         return states is not None and states.transport == "follow" and states.committed < committed
 
@@ -100,7 +100,7 @@ class Session:
         self.sequence.extend(update)
 
     def finish(self, drafted: Drafted) -> Drafted:
-        """The tree as it is sent, of a round that was drafted."""
+        """Return the tree as it is sent, of a round that was drafted."""
         tree = drafted.tree.best_chain() if self._rejects else drafted.tree
         self._last = replace(drafted, tree=tree)
         return self._last

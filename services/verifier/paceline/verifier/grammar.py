@@ -211,7 +211,7 @@ async def _check(kind: Kind, source: str) -> tuple[str, int]:
 
 
 def _start(what: str) -> subprocess.Popen[bytes]:
-    """A process that compiles a constraint. Raises ``GrammarsBusy`` if there is none to be had.
+    """Start a process that compiles a constraint. Raises ``GrammarsBusy`` if there is none.
 
     It is no subprocess of asyncio: where the start of one is cancelled, it may wait for its pipes
     for ever.
@@ -231,7 +231,7 @@ def _start(what: str) -> subprocess.Popen[bytes]:
 
 
 def _answer(process: subprocess.Popen[bytes], request: bytes) -> bytes:
-    """What a process writes after a request; it has ended then. Blocks. Raises
+    """Return what a process writes after a request; it has ended then. Blocks. Raises
     ``TimeoutExpired``: it takes too long."""
     with process:
         try:
@@ -247,8 +247,8 @@ def is_allowed(allowed: NDArray[np.uint8], token: int) -> bool:
 
 
 def masked(logits: Tensor, allowed: NDArray[np.uint8]) -> Tensor:
-    """A copy of logits ``[V]``, on the CPU, in float32, with -inf for every token that is not
-    allowed.
+    """Return a copy of logits ``[V]``, on the CPU, in float32, with -inf for every token that is
+    not allowed.
 
     NumPy computes it: PyTorch would wake a team of threads of its own for a row this long, and the
     threads of the next step would wait for these.
@@ -298,12 +298,12 @@ class Grammar:
         return Guide(self)
 
     def copied(self) -> LLMatcher:
-        """The state of the library for one text."""
+        """Return the state of the library for one text."""
         return self._matcher.deep_copy()
 
     def after(self, output: Sequence[int]) -> Grammar:
-        """The constraint of what follows ``output``. A long one takes a while: call it in a thread.
-        Raises ``GrammarError``: ``output`` is not the beginning of a text of this grammar."""
+        """Return the constraint of what follows ``output``. A long one takes a while: call it in a
+        thread. Raises ``GrammarError``: ``output`` begins no text of this grammar."""
         matcher = self.copied()
         with self.lexer.lock:
             matcher.consume_tokens(list(output))
@@ -350,8 +350,8 @@ class Guide:
             self._lexer.lock.release()
 
     def allowed(self) -> NDArray[np.uint8] | None:
-        """Tokens that may come next, 8 a byte, the lowest id in the lowest bit; None if there are
-        none, see :meth:`check`, or it would take too long now, see :meth:`prepare`."""
+        """Return tokens that may come next, 8 a byte, the lowest id in the lowest bit; None if
+        there are none, see :meth:`check`, or it would take too long now, see :meth:`prepare`."""
         cheap = self._lexer.seconds <= limits.MASK_SECONDS and self.allowance.left > 0
         if cheap and self._unknown:
             began = thread_time()
@@ -390,7 +390,7 @@ class Guide:
             del self._masks[next(iter(self._masks))]
 
     def accepted_nodes(self, tree: TokenTree) -> list[int]:
-        """Nodes of a tree whose paths may come next, in order."""
+        """Return the nodes of a tree whose paths may come next, in order."""
         if tree.is_chain:
             return list(range(self.accepts(tree.tokens)))
         inner = set(tree.parents)

@@ -240,7 +240,7 @@ class RoundMetrics(Metrics):
         self.add(_DRAFT_SECONDS, draft.seconds, *drafter)
 
     def _drafter(self, report: StepReport) -> tuple[str, str]:
-        """Name and version of a round's drafter; empty without one.
+        """Return the name and version of a round's drafter; empty without one.
 
         A drafter service may announce any number of versions, so series of old ones are removed.
         """

@@ -103,7 +103,7 @@ class Cache:
 
 
 def digest(capability: bytes) -> bytes:
-    """SHA-256 of a capability, its lookup key: the time of a lookup reveals nothing about it."""
+    """Return a capability's SHA-256, its lookup key: the time of a lookup reveals nothing."""
     return hashlib.sha256(capability).digest()
 
 
@@ -133,7 +133,7 @@ class AdmissionQueue:
         return len(self._waiting)
 
     def expected_length(self, request: Request) -> int:
-        """Tokens that a generation is expected to have at its end."""
+        """Return how many tokens a generation is expected to have at its end."""
         expected = request.text.given + math.ceil(self.expected_output)
         return min(expected, request.text.limit)
 
@@ -218,11 +218,11 @@ class CacheStore:
         self._freed_at = 0.0
 
     def __len__(self) -> int:
-        """Number of caches that hold memory."""
+        """Return the number of caches that hold memory."""
         return len(self._caches) + len(self._releasing)
 
     def __iter__(self) -> Iterator[Cache]:
-        """Caches whose handles are valid."""
+        """Return caches whose handles are valid."""
         return iter(list(self._caches.values()))
 
     async def admit(self, request: Request, owner: str) -> Cache:
@@ -271,7 +271,7 @@ class CacheStore:
         return sum(cache.claimed_bytes for cache in (*self._caches.values(), *self._releasing))
 
     def find(self, handle: bytes, owner: str) -> Cache:
-        """The cache of a handle. Renews its lease. Raises ``CacheNotFound`` if the handle is
+        """Return the cache of a handle. Renews its lease. Raises ``CacheNotFound`` if the handle is
         unknown, or another client's."""
         cache = self._caches.get(digest(handle))
         if cache is None or cache.owner != owner:
@@ -280,7 +280,7 @@ class CacheStore:
         return cache
 
     def find_granted(self, read_grant: bytes) -> Cache:
-        """The cache of a read grant, for any caller: a drafter is not the cache's owner.
+        """Return the cache of a read grant, for any caller: a drafter is not the cache's owner.
 
         Does not renew the lease. Raises ``CacheNotFound`` if the grant is unknown, or the lease
         expired.

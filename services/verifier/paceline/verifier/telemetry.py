@@ -62,7 +62,7 @@ def add_round(
 
 
 def _call_attributes(call: DraftCall, draft: Draft | None) -> dict[str, Any]:
-    """Attributes of the span of a draft: without a tree it was late or empty, or it failed."""
+    """Return a draft span's attributes: without a tree it was late or empty, or it failed."""
     attributes: dict[str, Any] = {
         Attribute.DRAFTER_NAME: call.drafter,
         Attribute.DRAFT_CARRIER: call.carrier,
@@ -109,7 +109,7 @@ class Telemetry:
             job.on_done = partial(self._prefilled, cache, job, traceparent, time_ns())
 
     def traced_rounds(self, traceparent: str) -> TracedRounds | None:
-        """The rounds of a generation that have spans; None if it is not traced."""
+        """Return the rounds of a generation that have spans; None if it is not traced."""
         if self._tracer is None or remote_context(traceparent) is None:
             return None
         return TracedRounds(traceparent, *self._rounds)

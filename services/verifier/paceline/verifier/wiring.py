@@ -167,7 +167,7 @@ def _use(threads: int, device: Device) -> None:
 
 
 def _cache_limits(options: VerifierOptions) -> tuple[int, int]:
-    """Maximum number of caches, and of ended texts whose KV is kept.
+    """Return the maximum number of caches, and of ended texts whose KV is kept.
 
     Each has two open files, its own and its mapping's, so the limit of open files bounds
     both. What is open now, and some for connections, is left out.
@@ -187,8 +187,8 @@ def _cache_limits(options: VerifierOptions) -> tuple[int, int]:
 
 
 def _longest_text(layout: KvLayout, kv_bytes: int) -> int:
-    """Tokens of the longest text that fits, with a tree behind it, if no other one does. Raises
-    ``ValueError``: none does."""
+    """Return the length of the longest text that fits, with a tree behind it, if no other one does.
+    Raises ``ValueError``: none does."""
     slots = (kv_bytes - layout.state_bytes) // layout.token_bytes
     tokens = slots // RESERVED_TOKENS * RESERVED_TOKENS - TREE_TOKENS
     if tokens <= 0:

@@ -56,11 +56,11 @@ class ExchangeService:
         self._tidying: asyncio.Task[None] | None = None
 
     def joined(self) -> list[verifier_pb2.JoinedService]:
-        """The drafter services that have joined, in order."""
+        """Return the drafter services that have joined, in order."""
         return self._exchange.joined()
 
     def facts(self) -> dict[str, object]:
-        """The model."""
+        """Return the model."""
         return {"model": self._model.name, "tokenizer": self._model.tokenizer_digest}
 
     def register(self, server: grpc.aio.Server) -> None:

@@ -31,7 +31,7 @@ class DSparkAttention(Projections):
         self._dim, self._group = config.head_dim, config.group
 
     def keys_values(self, x: Tensor, factors: Factors) -> tuple[Tensor, Tensor]:
-        """Projects ``[N, S, hidden]`` to keys after RoPE and values, each ``[N, Hkv, S, D]``."""
+        """Project ``[N, S, hidden]`` to keys after RoPE and values, each ``[N, Hkv, S, D]``."""
         keys = self.k_norm(split_heads(self.k_proj(x), self._dim))
         return apply_rope(keys, factors), split_heads(self.v_proj(x), self._dim)
 
@@ -158,7 +158,7 @@ class DSparkModel(DraftModel):
     def _around(
         self, conv: nn.Module | None, part: nn.Module, inputs: Tensor, *more: Any
     ) -> Tensor:
-        """A part of a layer, between the convolutions that it has."""
+        """Return a part of a layer, between the convolutions that it has."""
         if conv is None:
             plain: Tensor = part(inputs, *more)
             return plain
@@ -169,7 +169,7 @@ class DSparkModel(DraftModel):
         return convolved.view_as(inputs)
 
     def _seen(self, anchors: Tensor, tap_positions: Tensor) -> list[Tensor]:
-        """The mask of the attention of each layer: the window before an anchor, and the block."""
+        """Return each layer's mask of attention: the window before an anchor, and the block."""
         texts, count = anchors.shape
         block = self.config.block
         number = torch.arange(count * block, device=anchors.device)

@@ -39,7 +39,7 @@ class Eagle3Model(FeedbackModel):
         self.norm = RmsNorm(config.hidden, eps)
 
     def fuse(self, states: Tensor) -> Tensor:
-        """The target's states of positions, ``[..., states]``, as one each, ``[..., hidden]``."""
+        """Fuse the target's states of positions, ``[..., states]``, to ``[..., hidden]``."""
         if self.input_norm is not None:
             states = self.input_norm(states)
         if len(self.fc_norm):

@@ -30,16 +30,16 @@ class FeedbackModel(DraftModel):
 
     @abstractmethod
     def fuse(self, states: Tensor) -> Tensor:
-        """The target's states of positions, ``[..., states]``, as one each, ``[..., hidden]``."""
+        """Fuse the target's states of positions, ``[..., states]``, to ``[..., hidden]``."""
 
     @abstractmethod
     def enter(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The residual stream before the layer, and what the projections of its attention read;
-        both for embedded tokens and hidden states ``[B, S, hidden]``."""
+        """Return the residual stream before the layer, and what the projections of its attention
+        read; both for embedded tokens and hidden states ``[B, S, hidden]``."""
 
     @abstractmethod
     def leave(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """What the LM head reads, and what is an input again, of the layer's output."""
+        """Return what the LM head reads, and what is an input again, of the layer's output."""
 
     def forward(
         self,

@@ -32,7 +32,7 @@ class DraftModel(nn.Module):
         self.register_buffer("rope_inv_freq", torch.tensor(config.rope_inv_freq), persistent=False)
 
     def draft_head(self, head: Tensor) -> Tensor:
-        """Rows of the target's LM head ``[V, hidden]`` whose tokens are drafted."""
+        """Return the rows of the target's LM head ``[V, hidden]`` whose tokens are drafted."""
         return head if self.d2t is None else head[self.d2t]
 
     def draft_rows(self, tokens: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ class DraftModel(nn.Module):
         return draft_rows(self.d2t, tokens)
 
     def rope_factors(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of positions ``[..., S]``, each ``[..., 1, S, D / 2]``."""
+        """Return cosines and sines of positions ``[..., S]``, each ``[..., 1, S, D / 2]``."""
         angles = positions[..., None, :, None].float() * self.rope_inv_freq
         return angles.cos() * self.config.rope_scaling, angles.sin() * self.config.rope_scaling
 

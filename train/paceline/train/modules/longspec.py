@@ -51,7 +51,7 @@ class LongSpecModel(DraftModel):
         values: Tensor,
         cross_mask: Tensor,
     ) -> Tensor:
-        """Hidden states for the target's LM head.
+        """Return hidden states for the target's LM head.
 
         Args:
             embedded: The target's embedding of the tokens, ``[B, S, hidden]``. The first of them

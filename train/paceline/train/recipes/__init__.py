@@ -13,8 +13,8 @@ __all__ = ["Recipe", "recipe_of", "recipes"]
 
 
 def recipe_of(method: str) -> Recipe[Any] | None:
-    """The recipe that a method names; None: it is not trained. Raises ``LoadError`` if there is no
-    such method, or it cannot be imported, and ``ImportError`` if its recipe cannot be imported."""
+    """Return the recipe that a method names; None: it is not trained. Raises ``LoadError``: no such
+    method, or it cannot be imported; ``ImportError``: its recipe cannot be imported."""
     module, _, name = method_class(method).recipe.partition(":")
     if not module:
         return None

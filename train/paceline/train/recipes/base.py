@@ -89,12 +89,12 @@ class LayerRecipe(Recipe[P]):
         )  # fmt: skip
 
     def chosen(self, args: Namespace) -> dict[str, dict[str, Any]]:
-        """Fields of the preset that the command line chooses, by the name of the argument."""
+        """Return the preset's fields that the command line chooses, by the name of the argument."""
         return {"--vocabulary": given(draft_vocab_size=args.vocabulary)}
 
     def vary(self, preset: P, args: Namespace) -> P:
-        """The preset with the shape of the drafter that is trained further, if there is one, and
-        with the method's arguments.
+        """Return the preset with the shape of the drafter that is trained further, if there is one,
+        and with the method's arguments.
 
         Raises ValueError: an argument is for presets that train on conversations, and this one does
         not; or it asks for another shape than that drafter's.
@@ -117,7 +117,7 @@ class LayerRecipe(Recipe[P]):
         )
 
     def _of_conversations(self, args: Namespace) -> list[str]:
-        """The given arguments that only training on conversations reads."""
+        """Return the given arguments that only training on conversations reads."""
         names = {"own_text": "own-text", "start": "from"}
         names |= {name: name for name in ("signals", "vocabulary", "contexts")}
         names |= {"max_length": "max-length"}

@@ -43,8 +43,8 @@ class DSparkPreset(LayerPreset):
     certainty: float = 1.0  # weight of the confidence head's loss
 
     def config(self, target: Path, end: int) -> DSparkConfig:
-        """The shape of a drafter for the model in the folder `target`, whose texts end with the
-        token `end`."""
+        """Return the shape of a drafter for the model in the folder `target`, whose texts end with
+        the token `end`."""
         from paceline.drafter.methods.dspark import DSparkConfig
 
         names = (

@@ -105,7 +105,7 @@ class Caches:
 def places(
     keys: Sequence[Tensor], values: Sequence[Tensor], bases: tuple[Tensor, Tensor]
 ) -> tuple[tuple[int, ...], ...]:
-    """Origin, head stride and slot stride of each sequence's keys and values by turns."""
+    """Return origin, head stride and slot stride of each sequence's keys and values."""
     return tuple(
         (_distance(tensor, base), *tensor.stride()[:2])
         for pair in zip(keys, values, strict=True)
@@ -114,7 +114,7 @@ def places(
 
 
 def aligned(where: Sequence[tuple[int, ...]]) -> bool:
-    """Whether wide loads are possible at all of these places."""
+    """Return whether wide loads are possible at all of these places."""
     return not any(number % _ALIGN for row in where for number in row)
 
 
@@ -133,7 +133,7 @@ def _contiguous(keys: Sequence[Tensor], values: Sequence[Tensor], plan: TreePlan
 
 
 def _distance(tensor: Tensor, base: Tensor) -> int:
-    """Distance between two tensors' addresses. Unit: elements."""
+    """Return the distance between two tensors' addresses. Unit: elements."""
     return (tensor.data_ptr() - base.data_ptr()) // tensor.element_size()
 
 
@@ -156,7 +156,7 @@ class Launch:
 
     @classmethod
     def of(cls, call: AttentionCall) -> Launch:
-        """The launch of a call."""
+        """Return the launch of a call."""
         caches, tables = Caches.of(call.keys, call.values, call.plan), PlanTables.of(call.plan)
         group = call.q.shape[1] // caches.kv_heads
         tiling = Tiling.of(group, caches.keys, call.window)
@@ -222,9 +222,9 @@ class Launch:
 def attend_shape(
     tiling: Tiling, dim: int, page_size: int, probes: int, *, tree: bool, device: torch.device
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Constants and launch options of the first kernel, for heads of ``dim`` elements, pages of
-    ``page_size`` slots (0: contiguous caches), and so many recorded rows of a block. ``tree``: only
-    the device knows the paths."""
+    """Return constants and launch options of the first kernel, for heads of ``dim`` elements, pages
+    of ``page_size`` slots (0: contiguous caches), and so many recorded rows of a block. ``tree``:
+    only the device knows the paths."""
     wide = max(16, triton.next_power_of_2(dim))
     # Loads of page numbers need two stages. With recorded scores, one stage less leaves shared
     # memory for two programs on a multiprocessor. Stages change no bit.
@@ -240,7 +240,7 @@ def attend_shape(
 
 
 def record_shape(tiling: Tiling, dim: int, page_size: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Constants and launch options of the kernel of :meth:`Launch.record`."""
+    """Return constants and launch options of the kernel of :meth:`Launch.record`."""
     wide = max(16, triton.next_power_of_2(dim))
     heads = triton.next_power_of_2(tiling.group)
     nodes = triton.next_power_of_2(tiling.used // tiling.group)
@@ -252,7 +252,7 @@ def record_shape(tiling: Tiling, dim: int, page_size: int) -> tuple[dict[str, in
 
 
 def _warps(rows: int, width: int) -> int:
-    """Warps whose registers hold a tile."""
+    """Return how many warps have the registers for a tile."""
     return 8 if rows * width > 64 * 128 else 4
 
 
@@ -312,8 +312,8 @@ class TritonRows:
 
 
 def _read(given: Tensor | IntSums) -> tuple[Tensor, tuple[Tensor, ...], dict[str, Any]]:
-    """What a kernel reads a product from: the product or its sums, their scales and bias, and the
-    constants and launch options."""
+    """Return what a kernel reads a product from: the product or its sums, their scales and bias,
+    and the constants and launch options."""
     if isinstance(given, Tensor):
         return given, (given,) * 3, {"STRIDE": given.shape[1], "SCALED": 0}
     bias, scaled = (given.outs, 1) if given.bias is None else (given.bias, 2)
@@ -351,8 +351,8 @@ def perturbed_by(logits: Tensor, record: Tensor, ids: Tensor | None, *, filtered
 
 
 def find_borders(logits: Tensor, record: Tensor) -> Tensor:
-    """The least key of each row that its filters keep, int64 ``[R]``, for ``perturb``; ``record``
-    as for :func:`perturbed_by`."""
+    """Return the least key of each row that its filters keep, int64 ``[R]``, for ``perturb``;
+    ``record`` as for :func:`perturbed_by`."""
     rows, vocab = logits.shape
     floats = record.view(torch.float64)
     chunks = triton.cdiv(vocab, CHUNK)
@@ -411,8 +411,8 @@ def accept_drafts(
 
 
 def sampling_record(params: Sequence[SamplingRules], positions: Sequence[int]) -> NDArray[np.int64]:
-    """Numbers of each row, int64 ``[R, 6]``: seed, position, top_k, and as float64 temperature,
-    log min_p and top_p."""
+    """Return the numbers of each row, int64 ``[R, 6]``: seed, position, top_k, and as float64
+    temperature, log min_p and top_p."""
     seeds = np.array([rule.seed for rule in params], np.uint64).view(np.int64)
     integers = np.stack([seeds, np.array(positions), np.array([rule.top_k for rule in params])], 1)
     floats = [

@@ -21,8 +21,8 @@ def best_of_rows(
     *,
     filtered: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The ``width`` largest scores of each row, float ``[R, V]``, rows dense, as the softmax of the
-    row sees them, by two kernels.
+    """Return the ``width`` largest scores of each row, float ``[R, V]``, rows dense, as the softmax
+    of the row sees them, by two kernels.
 
     ``record`` has the rows' parameters of filters and noise on the device, as of
     :func:`~paceline.cuda.triton.backend.sampling_record`; None: scores are the logits. ``ids`` has
@@ -110,6 +110,6 @@ def grow_trees(
 
 
 def _room(count: int, min_room: int) -> int:
-    """A power of two of which ``count`` are at most as many. Small ones are all equal: one kernel
-    for most levels, and a block takes as long as one of a few elements."""
+    """Return a power of two of which ``count`` are at most as many. Small ones are all equal: one
+    kernel for most levels, and a block takes as long as one of a few elements."""
     return max(min_room, int(triton.next_power_of_2(count)))

@@ -61,8 +61,8 @@ class WorkTables:
 
 
 def row_arrays(blocks: Sequence[QueryBlock], sequences: Sequence[int]) -> tuple[Ints, Ints]:
-    """The arrays of :class:`RowTables`, without masks, of packed blocks. ``sequences`` has the
-    number of each sequence in the tables of blocks."""
+    """Return the arrays of :class:`RowTables`, without masks, of packed blocks. ``sequences`` has
+    the number of each sequence in the tables of blocks."""
     if isinstance(blocks, EqualBlocks):
         first, count = blocks.first, len(blocks)
         table = np.empty((count, 4), np.int32)
@@ -82,7 +82,7 @@ def row_arrays(blocks: Sequence[QueryBlock], sequences: Sequence[int]) -> tuple[
 
 @lru_cache(64)
 def _equal_rows(count: int, depths: tuple[int, ...]) -> Ints:
-    """Rows of blocks with equal depths, as of :attr:`RowTables.rows`."""
+    """Return the rows of blocks with equal depths, as of :attr:`RowTables.rows`."""
     rows = np.empty((count, len(depths), 3), np.int32)
     rows[..., 0] = np.arange(count)[:, None]
     rows[..., 1] = np.arange(len(depths))
@@ -91,8 +91,8 @@ def _equal_rows(count: int, depths: tuple[int, ...]) -> Ints:
 
 
 def path_words(ancestors: Tensor, starts: Tensor) -> Tensor:
-    """Bits of the paths of S blocks, bool ``[S, N, N]``, rows dense, that only the device knows, by
-    the starts of the blocks, int32 ``[S]``.
+    """Return the bits of the paths of S blocks, bool ``[S, N, N]``, rows dense, that only the
+    device knows, by the starts of the blocks, int32 ``[S]``.
 
     Returns int32 ``[S N, MASK_WORDS]``: bit n of a row is set if it attends to slot n after the
     last multiple of ``MASK_ALIGN`` at or before the start of its block, a node of it.
@@ -107,7 +107,7 @@ def path_words(ancestors: Tensor, starts: Tensor) -> Tensor:
 
 
 def to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """All arrays in one copy, each with its type and shape, at multiples of 16 bytes."""
+    """Return all arrays in one copy, each with its type and shape, at multiples of 16 bytes."""
     sizes = [-(-array.nbytes // 16) * 16 for array in arrays]
     flat = np.zeros(sum(sizes), np.uint8)
     begin = 0
@@ -148,14 +148,14 @@ class PlanTables:
 
     @staticmethod
     def of(plan: TreePlan) -> PlanTables:
-        """The tables of a plan."""
+        """Return the tables of a plan."""
         if plan.triton is None:
             plan.triton = PlanTables()
         tables: PlanTables = plan.triton
         return tables
 
     def rows_of(self, plan: TreePlan, sequences: tuple[int, ...]) -> RowTables:
-        """Rows and blocks, for caches in these rows of the page tables."""
+        """Return rows and blocks, for caches in these rows of the page tables."""
         if sequences not in self.rows:
             rows, blocks = to_device(row_arrays(plan.blocks, sequences), plan.device)
             masks = None
@@ -175,7 +175,7 @@ class PlanTables:
         return self.work[key]
 
     def places_of(self, where: tuple[tuple[int, ...], ...], base: Tensor, *, wide: bool) -> Places:
-        """The table of caches in these places, relative to ``base``."""
+        """Return the table of caches in these places, relative to ``base``."""
         if where not in self.places:  # shared with the row kernels
             origins = send(torch.tensor(where, dtype=torch.int64), base.device)
             tables = origins.new_zeros(4, dtype=torch.int32)
@@ -183,12 +183,12 @@ class PlanTables:
         return self.places[where]
 
     def captured_places(self, base: Tensor) -> Places | None:
-        """The places of caches in a table of a CUDA graph; None: there is none."""
+        """Return the places of caches in a table of a CUDA graph; None: there is none."""
         return None
 
     def probes_of(self, plan: TreePlan, probes: Sequence[Probe], tiling: Tiling) -> ProbeTable:
-        """The probes of one call; with a window, their outputs are first filled with -inf, or with
-        zeros for weights."""
+        """Return the probes of one call; with a window, their outputs are first filled with -inf,
+        or with zeros for weights."""
         if isinstance(probes, GraphProbes):
             return replace(self.probes_of_graph(), layer=probes.layer)
         if not probes:
@@ -208,7 +208,7 @@ class PlanTables:
         return replace(table, base=probes[0].out, others=tuple(probes[index] for index in others))
 
     def probes_of_graph(self) -> ProbeTable:
-        """The probes in tables of a CUDA graph."""
+        """Return the probes in tables of a CUDA graph."""
         raise ValueError("only the plans of CUDA graphs have probes in fixed tables")
 
     def none(self, device: torch.device) -> Tensor:
@@ -291,12 +291,12 @@ class TableShape:
     def of(
         cls, rows: int, blocks: int, tilings: Sequence[Tiling], max_position: int, keys: Tensor
     ) -> TableShape:
-        """The shape for some keys, ``[..., kv heads, slots, D]``."""
+        """Return the shape for some keys, ``[..., kv heads, slots, D]``."""
         row_bytes = part_row_bytes(keys.shape[-3], keys.shape[-1])
         return cls(rows, tilings, max_position, blocks, row_bytes)
 
     def room(self, tiling: Tiling) -> Room:
-        """Room for the work of a kind of layer."""
+        """Return room for the work of a kind of layer."""
         return Room.for_rows(self.rows, self.blocks, tiling, self.max_position, self.row_bytes)
 
     @property
@@ -340,8 +340,8 @@ class PassTables:
         places: Mapping[int, Places] | None = None,
         probes: ProbeTable | None = None,
     ) -> TreePlan:
-        """The plan, with paths that only the device knows, bool ``[S, N, N]``, and tables as of
-        :class:`FixedTables`. It has no blocks: kernels read its tables."""
+        """Return the plan, with paths that only the device knows, bool ``[S, N, N]``, and tables as
+        of :class:`FixedTables`. It has no blocks: kernels read its tables."""
         rows = self._rows
         if ancestors is not None:
             words = path_words(ancestors, rows.blocks[: len(ancestors), 1])

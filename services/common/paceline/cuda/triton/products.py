@@ -16,9 +16,9 @@ _SCALED = 1024
 
 
 def multiply_by_experts(x: Tensor, weights: Tensor, bias: Tensor | None, chosen: Tensor) -> Tensor:
-    """A product of each row, ``[rows, ins]``, dense, by the matrix of its expert among ``[experts,
-    outs, ins]`` of the same type, with a bias ``[experts, outs]`` or None; ``chosen`` has the
-    expert of each row, int64 ``[rows]``, rising.
+    """Return a product of each row, ``[rows, ins]``, dense, by the matrix of its expert among
+    ``[experts, outs, ins]`` of the same type, with a bias ``[experts, outs]`` or None; ``chosen``
+    has the expert of each row, int64 ``[rows]``, rising.
 
     Returns ``[rows, outs]``; the bits of a row depend on the row and its expert alone. The device
     is not waited for, and shapes depend on the number of rows alone, so that CUDA graphs can have

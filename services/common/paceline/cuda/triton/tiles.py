@@ -46,7 +46,7 @@ Ints = NDArray[np.int32]
 
 
 def chunk_begin(chunk: int) -> int:
-    """First position of a chunk of keys."""
+    """Return the first position of a chunk of keys."""
     if chunk < _MIDDLE_CHUNK:
         return NEAR[0] + chunk * NEAR[1]
     if chunk < _FAR_CHUNK:
@@ -55,7 +55,7 @@ def chunk_begin(chunk: int) -> int:
 
 
 def chunk_of(position: int) -> int:
-    """The chunk that a position lies in."""
+    """Return the chunk that a position lies in."""
     if position < MIDDLE[0]:
         return position // NEAR[1]
     if position < FAR[0]:
@@ -74,9 +74,9 @@ class Tiling:
 
     @classmethod
     def of(cls, group: int, keys: Tensor, window: int | None) -> Tiling:
-        """The tiling for keys ``[..., kv heads, slots, D]`` and ``group`` query heads per kv head:
-        one for all numbers of rows, by type, width and kind of GPU. Raises ``ValueError``: heads
-        are wider than ``MAX_GPU_WIDTH``."""
+        """Return the tiling for keys ``[..., kv heads, slots, D]`` and ``group`` query heads per kv
+        head: one for all numbers of rows, by type, width and kind of GPU. Raises ``ValueError``:
+        heads are wider than ``MAX_GPU_WIDTH``."""
         if keys.shape[-1] > MAX_GPU_WIDTH:
             raise ValueError(
                 f"heads have {keys.shape[-1]} elements, expected at most {MAX_GPU_WIDTH} on a GPU: "
@@ -94,7 +94,7 @@ class Tiling:
         return self.rows // self.group * self.group or self.rows
 
     def tiles(self, nodes: int) -> int:
-        """Number of row tiles of ``nodes`` nodes side by side."""
+        """Return the number of row tiles of ``nodes`` nodes side by side."""
         return -(-nodes * self.group // self.used)
 
 
@@ -133,9 +133,9 @@ class Room(NamedTuple):
     def for_rows(
         cls, rows: int, blocks: int, tiling: Tiling, max_position: int, part_row_bytes: int
     ) -> Room:
-        """Room for any batch of at most ``rows`` rows and ``blocks`` blocks with positions up to
-        ``max_position``, up to ``MAX_ITEMS`` work items and ``PART_BYTES`` of partial results, each
-        of all kv heads and ``part_row_bytes``."""
+        """Return room for any batch of at most ``rows`` rows and ``blocks`` blocks with positions
+        up to ``max_position``, up to ``MAX_ITEMS`` work items and ``PART_BYTES`` of partial
+        results, each of all kv heads and ``part_row_bytes``."""
         chunks = chunk_of(max_position) + 1
         slices = -(-tiling.group // tiling.used)
         dense = min(rows * slices, blocks + rows * tiling.group // tiling.used)
@@ -148,7 +148,7 @@ class Room(NamedTuple):
         return cls(items, dense + tails, steps, parts)
 
     def holds(self, work: Work) -> bool:
-        """Whether some work fits."""
+        """Return whether some work fits."""
         return (
             len(work.spans) == 1
             and len(work.items) <= self.items
@@ -249,7 +249,7 @@ def plan_work(blocks: Sequence[QueryBlock], tiling: Tiling, part_row_bytes: int)
 
 
 def _any_work(blocks: Sequence[QueryBlock], tiling: Tiling, limit: int) -> Work:
-    """The work of any blocks; a launch has at most ``limit`` partial results."""
+    """Return the work of any blocks; a launch has at most ``limit`` partial results."""
     tiles = _Tiles(tiling, limit)
     places: list[tuple[int, int, int, int]] = []
     for index, block in enumerate(blocks):
@@ -264,7 +264,7 @@ def _any_work(blocks: Sequence[QueryBlock], tiling: Tiling, limit: int) -> Work:
 
 
 def _equal_work(blocks: Sequence[QueryBlock], tiling: Tiling, limit: int) -> Work | None:
-    """The work of the blocks of a draft's level, with arrays. None: they are others, or need
+    """Return the work of the blocks of a draft's level, with arrays. None: they are others, or need
     several launches."""
     if not isinstance(blocks, EqualBlocks):
         return None
@@ -345,7 +345,7 @@ def _with_items(
 
 
 def _slices(tiling: Tiling, begin: int, end: int) -> list[tuple[int, int]]:
-    """First row and number of rows of the tiles of some places of a block."""
+    """Return the first row and number of rows of the tiles of some places of a block."""
     first, last = begin * tiling.group, end * tiling.group
     return [(row, min(tiling.used, last - row)) for row in range(first, last, tiling.used)]
 
@@ -393,15 +393,15 @@ def _add_tree(
 
 
 def programs(device: torch.device) -> int:
-    """Programs of a launch, which take work items by turns: as many as run at once. Two of a tile
-    run on a multiprocessor of sm_90."""
+    """Return the programs of a launch, which take work items by turns: as many as run at once. Two
+    of a tile run on a multiprocessor of sm_90."""
     if device.type != "cuda":
         return 3
     return 2 * int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def little_shared_memory(device: torch.device) -> bool:
-    """Whether a multiprocessor has 100 KiB of it, as on sm_86, sm_89 and sm_120, or less."""
+    """Return whether a multiprocessor has 100 KiB of it, as on sm_86, sm_89 and sm_120, or less."""
     if device.type != "cuda":
         return False
     shared_memory = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
@@ -409,11 +409,11 @@ def little_shared_memory(device: torch.device) -> bool:
 
 
 def tilings_for(group: int, keys: Tensor, windows: Sequence[int | None]) -> tuple[Tiling, ...]:
-    """The tiling of each kind of layer; arguments as of :meth:`Tiling.of`, the windows of all
-    layers."""
+    """Return the tiling of each kind of layer; arguments as of :meth:`Tiling.of`, the windows of
+    all layers."""
     return tuple(Tiling.of(group, keys, window) for window in dict.fromkeys(windows))
 
 
 def part_row_bytes(kv_heads: int, dim: int) -> int:
-    """Size of a partial result: a row of all kv heads, and its log-sum-exp."""
+    """Return the size of a partial result: a row of all kv heads, and its log-sum-exp."""
     return 4 * kv_heads * (dim + 1)

@@ -154,7 +154,7 @@ class DecoderSequence(GrownSequence):
         return len(self.chain) + (len(self.chain) < stop and likely and not self._ended)
 
     def goes_on(self) -> bool:
-        """Whether a node can be drafted ahead, beyond the tree of the round."""
+        """Return whether a node can be drafted ahead, beyond the tree of the round."""
         end = self.length + len(self.chain)
         fits = len(self.chain) < self.room and end < self._settings.max_position
         return bool(self.chain) and fits and not self._ended

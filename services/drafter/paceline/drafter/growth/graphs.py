@@ -214,7 +214,7 @@ class _Placed:
         self._bases = bases
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """What the places of a layer are relative to; kernels find the table by it."""
+        """Return what the places of a layer are relative to; kernels find the table by it."""
         return self._bases[index], self._bases[index]
 
 
@@ -402,7 +402,7 @@ class _Graph(Passes):
             begin = end
 
     def _places_of(self, block: StateSlice, rows: Tensor) -> NDArray[np.int64] | None:
-        """Places of hidden states for the kernel that gathers them to rows; None if it cannot."""
+        """Return places of hidden states for the kernel that gathers rows; None if it cannot."""
         if block.addresses is None or block.dtype != rows.dtype or not block.count:
             return None
         places: NDArray[np.int64] = block.addresses - self._bases[0].data_ptr()
@@ -420,7 +420,7 @@ class _Graph(Passes):
             rows[:, 1] += level
 
     def draft(self) -> Tensor:
-        """The draft of the batch in the tables; see :meth:`LevelTrees.packed`."""
+        """Return the draft of the batch in the tables; see :meth:`LevelTrees.packed`."""
         tables = self._staging.device
         if len(self._gathered):
             records, pages = tables[self._kv_records], tables[self._kv_pages]

@@ -159,7 +159,7 @@ class Drafter(ABC):
 
     @classmethod
     def layout(cls, described: Mapping[str, Any]) -> str | None:
-        """The project whose layout a folder of this method has, by its config.json with a
+        """Return the project whose layout a folder of this method has, by its config.json with a
         ``paceline`` section that is an object; None: the folder is one of another method. By
         default the folders of a method have its name in the section, ``"paceline": {"method":
         NAME}``, or are published ones of it."""
@@ -185,7 +185,7 @@ class Drafter(ABC):
     def draft_many(
         self, rounds: Sequence[tuple[DraftSequence, Budget]]
     ) -> Sequence[TokenTree | KvGone]:
-        """Drafts a tree for each of several sequences of this drafter.
+        """Draft a tree for each of several sequences of this drafter.
 
         If it raises, every one of the sequences must be able to draft again. Returns the tree of
         each, or the error of one whose cache is gone: its KV or hidden states may have been
@@ -196,7 +196,7 @@ class Drafter(ABC):
         return [sequence.draft(budget) for sequence, budget in rounds]
 
     def draft_ahead(self, sequences: Sequence[DraftSequence]) -> list[DraftSequence]:
-        """Drafts one level beyond the newest tree of each, as if the verifier accepted its path.
+        """Draft one level beyond the newest tree of each, as if the verifier accepted its path.
 
         Called while the verifier works, where the drafter has a processor of its own. A sequence
         keeps what turns out to be the text for its next tree. Returns the sequences for which

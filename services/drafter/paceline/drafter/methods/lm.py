@@ -219,7 +219,7 @@ class LmSequence(DecoderSequence):
         return self._count(before)
 
     def _reserve(self, slots: int) -> bool:
-        """Reserves slots behind the cached tokens. Returns False if there is no memory for them."""
+        """Reserve slots behind the cached tokens. Return False if there is no memory for them."""
         before = self.slots
         if self._cache is None:
             self._cache = LocalCache(self._drafter.decoder.config, self._drafter.decoder.device)

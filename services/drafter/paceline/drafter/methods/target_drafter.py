@@ -94,7 +94,7 @@ class TargetOptions:
     lora: str = ""  # folder of the target's LoRA adapter; empty: it has none
 
     def read_target(self, device: torch.device) -> PackedModel | None:
-        """The target in its stored format, as a verifier reads it; None: there is none."""
+        """Return the target in its stored format, as a verifier reads it; None: there is none."""
         if not self.target:
             return None
         return prepare(self.target, "auto", self.lora, device, packing)

@@ -97,7 +97,7 @@ class Sampler:
         self.top_logprobs: list[list[tuple[int, float]]] = []
 
     def __call__(self, node: int) -> int:
-        """The token after ``node`` (-1: the anchor)."""
+        """Return the token after ``node`` (-1: the anchor)."""
         request, history = self._sequence.request, self._sequence.history
         guide = self._sequence.guide
         token = self._choose(node) if self._tokens is None else self._tokens[node + 1]
@@ -137,14 +137,14 @@ class Sampler:
         return choose_token(logits, self._sequence.text.sampling, len(history), history)
 
     def _accept_or_resample(self, node: int, logits: Tensor) -> int:
-        """The token at the position of a drafted ``node``, by rejection sampling."""
+        """Return the token at the position of a drafted ``node``, by rejection sampling."""
         sampling, history = self._sequence.text.sampling, self._sequence.history
         drafted, proposal = self._chain.tokens[node], _proposal(self._chain, node)
         return accept_or_resample(logits, sampling, len(history), history, drafted, proposal)
 
 
 def _proposal(chain: TokenTree, node: int) -> Proposal:
-    """The distribution that a node was drawn from."""
+    """Return the distribution that a node was drawn from."""
     return chain.proposals[node] if chain.proposals else Proposal.certain(chain.tokens[node])
 
 
@@ -344,7 +344,7 @@ def _read(
 
 
 def _select(parts: Sequence[slice], logits: Tensor) -> Tensor | None:
-    """The logits of some rows, on their device; None if there are no rows."""
+    """Return the logits of some rows, on their device; None if there are no rows."""
     rows = [row for part in parts for row in range(part.start, part.stop)]
     if not rows:
         return None
@@ -431,7 +431,7 @@ class _Rows:
         return slice(first, first + count)
 
     def choose(self, logits: Tensor) -> Tensor:
-        """The token after each row, int64 ``[n]`` on the device; logits are of the whole batch."""
+        """Return the token after each row, int64 ``[n]`` on the device, by the batch's logits."""
         device = logits.device
         if len(self.rows) < len(logits):
             logits = logits[send(torch.tensor(self.rows), device)]

@@ -58,7 +58,7 @@ class BatchObserver:
         self._observed: list[_Observed] = []
 
     def __len__(self) -> int:
-        """Number of observers."""
+        """Return the number of observers."""
         return len(self._observed)
 
     def add(self, observer: ScoreObserver, index: int, block: QueryBlock, first: int) -> None:
@@ -156,7 +156,7 @@ class Batch:
         return batch
 
     def __len__(self) -> int:
-        """Number of packed tokens."""
+        """Return the number of packed tokens."""
         return len(self.tokens)
 
     @property

@@ -114,7 +114,7 @@ class DraftedText:
             self.set_draft(Draft(self.guess, LOCAL))
 
     def merge_guess(self, tree: TokenTree, nodes: int) -> TokenTree:
-        """A drafter's tree, and the local one, as one tree of at most so many nodes."""
+        """Return a drafter's tree, and the local one, as one tree of at most so many nodes."""
         if not len(tree) or tree.proposals or not len(self.guess):
             return tree
         return merge(self.guess, tree, nodes=nodes, depth=self.text.room - 1)
@@ -219,14 +219,14 @@ class Link:
         return "stream" if self.socket is None else "socket"
 
     def offers(self, name: str, version: str) -> bool:
-        """Whether a sequence may be opened at a drafter; without a version, at any of its name."""
+        """Tell whether a drafter takes a new sequence; without a version, any of its name."""
         return any(
             info.name == name and version in ("", info.version) and not info.draining
             for info in self.drafters.drafters
         )
 
     def version(self, name: str, version: str) -> DrafterVersion:
-        """A version, with the method that was announced for it; without one, no method."""
+        """Return a version, with the method that was announced for it; without one, no method."""
         drafters, size = self.drafters.drafters, limits.NAME_CHARS
         methods = (info.method for info in drafters if (info.name, info.version) == (name, version))
         return DrafterVersion(name, version[:size], next(methods, "")[:size])
@@ -293,8 +293,8 @@ class SequenceAtDrafter:
 def eligible(
     links: Iterable[exchange_pb2.DrafterList], drafter: str
 ) -> list[drafter_pb2.DrafterInfo]:
-    """All versions of a drafter that a generation may be given, by the drafters of each service
-    that has joined and NAME, NAME@VERSION, or nothing for the default."""
+    """Return all versions of a drafter that a generation may be given, by the drafters of each
+    service that has joined and NAME, NAME@VERSION, or nothing for the default."""
     lists = list(links)
     name, _, version = drafter.partition("@")
     if not drafter:
@@ -311,8 +311,8 @@ def eligible(
 def hidden_states(
     links: Iterable[exchange_pb2.DrafterList], drafter: str
 ) -> tuple[tuple[int, ...], int]:
-    """Hidden states that a drafter reads, over all its versions that are :func:`eligible`: layers,
-    counted from 0 and rising, and the number of newest positions; 0: all."""
+    """Return hidden states that a drafter reads, over all its versions that are :func:`eligible`:
+    layers, counted from 0 and rising, and the number of newest positions; 0: all."""
     reading = [info for info in eligible(links, drafter) if info.hidden_state_layers]
     windows = [info.hidden_state_window for info in reading]
     layers = {layer for info in reading for layer in info.hidden_state_layers}

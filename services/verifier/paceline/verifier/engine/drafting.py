@@ -407,8 +407,8 @@ class Drafting:
         return min(_MAX_TIMEOUT, max(_MIN_TIMEOUT, _TIMEOUT_FACTOR * usual))
 
     def _find(self, link: Link, number: int) -> SequenceAtDrafter | None:
-        """An open sequence; None if it was closed. Raises ``ServiceError`` if the number was never
-        given to the service, or closed sequences are answered more often than they can be by
+        """Return an open sequence; None if it was closed. Raises ``ServiceError`` if the number was
+        never given to the service, or closed sequences are answered more often than they can be by
         answers that were on their way."""
         if not 0 < number <= link.last:
             raise ServiceError.invalid_argument(

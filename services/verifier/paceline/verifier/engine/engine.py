@@ -230,7 +230,7 @@ class Engine:
             self._notify()  # else while the GPU computes the next step
 
     def _wait_seconds(self) -> float | None:
-        """Time for which there is nothing to do; None: until a command or a tree comes."""
+        """Return the time with nothing to do; None: until a command or a tree comes."""
         if self._drafting.unread:
             return 0.0
         if self._queue:
@@ -239,7 +239,7 @@ class Engine:
         return max(0.0, min(times) - perf_counter()) if times else None
 
     def _hold(self) -> float:
-        """Time for which the queued jobs wait for trees that come soon. Unit: seconds."""
+        """Return the time that queued jobs wait for trees that come soon. Unit: seconds."""
         ready = len(self._queue)
         if self._scheduler is None or not ready or not self._drafting.waiting:
             return 0.0
@@ -280,7 +280,7 @@ class Engine:
             batch.add_decode(job, tree)
 
     def _prompt_room(self) -> int:
-        """Maximum number of tokens of prompts in the next step.
+        """Return the maximum number of tokens of prompts in the next step.
 
         Texts that run wait for its end, and so does one whose first token the last step chose: its
         client asks for more before long. A step with a long piece of a prompt is too long for them
@@ -401,7 +401,7 @@ class Engine:
         self._answer([job], outputs, StepTimes(began, perf_counter(), batch_tokens))
 
     def _budget(self, job: Decode) -> int | None:
-        """Maximum number of nodes to draft for the next step.
+        """Return the maximum number of nodes to draft for the next step.
 
         0: drafting does not pay; None if there is no drafter.
         """

@@ -69,7 +69,7 @@ class LocalGuesses:
         self._candidates: list[tuple[list[int], list[float]]] = []
 
     def covers(self, method: str) -> bool:
-        """Whether a drafter of this method would guess the same."""
+        """Return whether a drafter of this method would guess the same."""
         return method == "ngram" and self.text is not None
 
     def checked(self, tree: TokenTree, ids: Tensor, logs: Tensor) -> None:
@@ -98,8 +98,8 @@ class LocalGuesses:
         self._nodes = worth_drafting(self._nodes, drafted, admitted, target)
 
     def propose(self, nodes: int, depth: int, least: float) -> TokenTree:
-        """A tree of at most so many nodes, none deeper than ``depth`` or less likely than ``least``
-        to be accepted; empty: nothing is known."""
+        """Return a tree of at most so many nodes, none deeper than ``depth`` or less likely than
+        ``least`` to be accepted; empty: nothing is known."""
         nodes = min(nodes, round(self._nodes))
         tree = EMPTY
         if self.text is not None:
@@ -118,7 +118,7 @@ class LocalGuesses:
 
 
 def by_noise(sampling: SamplingRules) -> Rank | None:
-    """The order in which the noise of the contract puts candidates; None if there is none."""
+    """Return a function that ranks candidates by the contract's noise; None: there is none."""
     if sampling.greedy:
         return None
 

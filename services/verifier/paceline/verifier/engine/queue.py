@@ -49,11 +49,11 @@ class PrefixCache:
         self._keys: dict[CachedSequence, list[bytes]] = {}
 
     def __len__(self) -> int:
-        """Number of ended sequences that are kept."""
+        """Return the number of ended sequences that are kept."""
         return len(self._kept)
 
     def __iter__(self) -> Iterator[CachedSequence]:
-        """Ended sequences, the least recently used one first. Any thread may iterate."""
+        """Return ended sequences, the least recently used one first. Any thread may iterate."""
         return iter(list(self._kept))
 
     def add(self, sequence: CachedSequence) -> None:
@@ -156,7 +156,7 @@ class JobQueue:
         return sum(1 + len(job.tree) for job in self._decodes)
 
     def __len__(self) -> int:
-        """Number of waiting jobs."""
+        """Return the number of waiting jobs."""
         return len(self._decodes) + len(self.prompts)
 
     def add(self, job: EngineJob) -> None:

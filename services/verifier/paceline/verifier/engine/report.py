@@ -155,7 +155,7 @@ class Share(NamedTuple):
 
 
 def shares(report: StepReport) -> list[Share]:
-    """What each source added to the tree of a step; empty if there was no tree."""
+    """Return what each source added to the tree of a step; empty if there was no tree."""
     if report.draft is None:
         return []
     tree = report.draft.tree
@@ -167,7 +167,7 @@ def shares(report: StepReport) -> list[Share]:
 
 
 def mergeable(first: StepReport, second: StepReport) -> bool:
-    """Whether two consecutive reports may be one message: plain, at one drafter, for one reason."""
+    """Tell whether two consecutive reports may be one: plain, at one drafter, for one reason."""
     plain = first.draft is None and second.draft is None and first.no_draft is second.no_draft
     alike = first.drafter == second.drafter and (first.plain_us > 0) == (second.plain_us > 0)
     return plain and alike and first.call is None and second.call is None
@@ -204,5 +204,5 @@ def merge(reports: Sequence[StepReport]) -> StepReport:
 
 
 def microseconds(seconds: float) -> int:
-    """Whole microseconds, never negative."""
+    """Return whole microseconds, never negative."""
     return max(0, round(seconds * 1e6))

@@ -69,7 +69,7 @@ class TapLayout:
         return self.rows_of(self.slots) * self.row_bytes
 
     def rows_of(self, tokens: int) -> int:
-        """Number of rows of so many positions, in all layers."""
+        """Return the number of rows of so many positions, in all layers."""
         return len(self.taps.layers) * min(tokens, self.slots)
 
     def describe(self, **where: int) -> kv_pb2.HiddenStateLayout:

@@ -112,12 +112,12 @@ class PagePool:
         return self.limit_bytes - self.free_pages * self.page_bytes
 
     def bytes_of(self, slots: int, taps: TapLayout | None) -> int:
-        """Memory of so many slots and their hidden states. Unit: bytes."""
+        """Return the memory of so many slots and their hidden states. Unit: bytes."""
         rows = 0 if taps is None else self.pages_of_rows(taps.rows_of(slots))
         return (-(-slots // PAGE_TOKENS) + rows) * self.page_bytes
 
     def pages_of_rows(self, rows: int) -> int:
-        """Number of pages for so many rows of hidden states."""
+        """Return the number of pages for so many rows of hidden states."""
         return -(-rows // self.states.shape[1])
 
     def allocate(self, capacity: int, taps: TapLayout | None) -> PagedKv:

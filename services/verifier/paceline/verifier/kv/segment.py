@@ -67,7 +67,7 @@ class SegmentMemory:
         return Segment(self, capacity, taps)
 
     def bytes_of(self, slots: int, taps: TapLayout | None) -> int:
-        """Memory of so many slots and their states. Unit: bytes."""
+        """Return the memory of so many slots and their states. Unit: bytes."""
         return self.layout.bytes_of(slots, taps)
 
     def take(self, byte_size: int) -> None:

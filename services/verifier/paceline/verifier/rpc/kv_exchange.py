@@ -366,7 +366,7 @@ def _state_feed(cache: Cache, request: kv_pb2.FollowSubscribe) -> StateFeed | No
 
 
 def _grant_not_found() -> ServiceError:
-    """The same error for unknown, expired and released grants."""
+    """Return the same error for unknown, expired and released grants."""
     return ServiceError.not_found(
         "CACHE_NOT_FOUND",
         "no cache has this read grant: it was released, its lease expired, or the verifier was "

@@ -197,7 +197,7 @@ class GenerateCall:
         return response
 
     def _again(self, position: int) -> verifier_pb2.Round:
-        """Tokens from a position on, which were emitted for an earlier stream."""
+        """Return tokens from a position on, which were emitted for an earlier stream."""
         sequence = self._cache.sequence
         text = sequence.text
         skipped = position - (text.given - text.prompt_length)
@@ -495,8 +495,8 @@ def _read_sampling(message: sampling_pb2.SamplingParams, model: Model) -> Sampli
 def _write_result(
     output: StepOutput, committed: int, accepted: Sequence[int] = ()
 ) -> verifier_pb2.RoundResult:
-    """The message of an output after which so many tokens are committed. ``accepted`` are the
-    accepted nodes of the drafted tree."""
+    """Return the message of an output after which so many tokens are committed. ``accepted`` are
+    the accepted nodes of the drafted tree."""
     result = verifier_pb2.RoundResult(
         tokens=output.tokens,
         accepted_nodes=accepted,
@@ -509,7 +509,7 @@ def _write_result(
 
 
 def _write_top(top: Sequence[tuple[int, float]]) -> verifier_pb2.TopLogprobs:
-    """The message of the likeliest tokens at one position."""
+    """Return the message of the likeliest tokens at one position."""
     return verifier_pb2.TopLogprobs(
         tokens=[token for token, _ in top], logprobs=[value for _, value in top]
     )

@@ -14,7 +14,7 @@ _LAST_WRITE_SECONDS = 1.0  # for the end of a message whose stream is cancelled
 
 
 async def first_message(context: Any) -> Any:
-    """The first message of a stream, or grpc.aio.EOF. Raises ``ServiceError`` if none comes."""
+    """Return a stream's first message, or grpc.aio.EOF. Raises ``ServiceError`` if none comes."""
     reading = asyncio.ensure_future(context.read())
     try:
         done, _ = await asyncio.wait([reading], timeout=limits.FIRST_MESSAGE_SECONDS)

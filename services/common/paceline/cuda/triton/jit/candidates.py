@@ -110,7 +110,7 @@ def grow_level(
     MIN_SCORE: tl.constexpr, CHAIN: tl.constexpr, CONFIDENT: tl.constexpr, PATHS: tl.constexpr,
     CANDIDATES: tl.constexpr, ROOM: tl.constexpr, BEFORE: tl.constexpr,
 ):  # fmt: skip
-    """Adds ``size`` nodes from number ``first`` on to each tree, the best by score; see
+    """Add ``size`` nodes from number ``first`` on to each tree, the best by score; see
     :meth:`paceline.drafter.growth.levels.LevelTrees.add_level`.
 
     ``ids`` and ``logs`` ``[S P, width]`` are the candidates, ``above`` float64 ``[S, P]`` the

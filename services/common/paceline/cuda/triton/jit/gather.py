@@ -1,4 +1,4 @@
-"""Copies of rows that lie in pages: of a target's hidden states, and of its keys and values."""
+"""Copy of rows that lie in pages: of a target's hidden states, and of its keys and values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.cuda.triton.jit.attention import NONE
 def gather_rows(
     source, places, out, WIDTH: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Copies row n, ``WIDTH`` elements from ``places[n]`` after the source on, to ``out[n]``; where
+    """Copy row n, ``WIDTH`` elements from ``places[n]`` after the source on, to ``out[n]``; where
     that is ``NONE``, ``out[n]`` stays as it is. All places are multiples of ``ALIGN``."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -32,7 +32,7 @@ def gather_pages(
     HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, SINKS: tl.constexpr,
     ALIGN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copies the selected keys and values of each text to ``out [S, 2, HEADS, slots, DIM]``.
+    """Copy the selected keys and values of each text to ``out [S, 2, HEADS, slots, DIM]``.
 
     ``records`` int64 ``[S, 5]``: place of the keys in page 0 after the source, distance between two
     pages, both in elements, positions in a page, number of selected positions, position of number

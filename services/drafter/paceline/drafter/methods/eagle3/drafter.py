@@ -43,7 +43,7 @@ class Eagle3Layer(FeedbackLayers):
         return [record(fused=True, outputs=False), record(fused=True), record(fused=False)]
 
     def states(self, states: Tensor) -> Tensor:
-        """The target's states ``[n, states]`` as inputs: normalised where the layer does that."""
+        """Return the target's states ``[n, states]`` as inputs: normalised if the layer does so."""
         if self._norms is None:
             return super().states(states)
         wide = send(states, self.device).float().unflatten(1, (len(self._norms), -1))
@@ -53,7 +53,7 @@ class Eagle3Layer(FeedbackLayers):
 
 
 def _state_norms(config: Eagle3Config, weights: Mapping[str, Tensor]) -> Tensor | None:
-    """Weights of the norms of the target's states, float32 ``[norms, width]``."""
+    """Return the weights of the norms of the target's states, float32 ``[norms, width]``."""
     names = [f"fc_norm.{index}.weight" for index in range(len(config.taps) * config.fc_norm)]
     names += ["input_norm.weight"] * config.norm_before_fc
     return torch.stack([weights[name].float() for name in names]) if names else None
