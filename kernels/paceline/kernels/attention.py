@@ -63,7 +63,6 @@ class GraphProbes(tuple[Probe, ...]):
     layer: int  # index of the layer among the recorded layers
 
     def __new__(cls, layer: int) -> GraphProbes:
-        """Make the probes of a layer."""
         made = super().__new__(cls)
         made.layer = layer
         return made

@@ -94,7 +94,6 @@ Plane = Tensor | PagedPlane
 
 
 def head_width(plane: Plane) -> int:
-    """Return the width of a head."""
     return plane.shape[2] - row_width(0, plane.dtype)
 
 

@@ -292,7 +292,6 @@ class GraphRunner:
         return self._graphs[key]
 
     def _plan(self, rows: int, tilings: tuple[Tiling, ...], **recorded: bool) -> GraphPlan:
-        """Return the tables of a graph."""
         max_position = self._decoder.config.max_position - 1
         return GraphPlan(rows, self._keys, tilings, max_position, **recorded)
 

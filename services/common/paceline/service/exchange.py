@@ -60,7 +60,6 @@ class FramedSocket:
         self._received = bytearray()
 
     def fileno(self) -> int:
-        """Return the descriptor of the socket."""
         return self._socket.fileno()
 
     def peer_pid(self) -> int:

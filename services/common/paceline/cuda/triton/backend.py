@@ -156,7 +156,6 @@ class Launch:
 
     @classmethod
     def of(cls, call: AttentionCall) -> Launch:
-        """Return the launch of a call."""
         caches, tables = Caches.of(call.keys, call.values, call.plan), PlanTables.of(call.plan)
         group = call.q.shape[1] // caches.kv_heads
         tiling = Tiling.of(group, caches.keys, call.window)

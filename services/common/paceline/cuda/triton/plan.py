@@ -148,7 +148,6 @@ class PlanTables:
 
     @staticmethod
     def of(plan: TreePlan) -> PlanTables:
-        """Return the tables of a plan."""
         if plan.triton is None:
             plan.triton = PlanTables()
         tables: PlanTables = plan.triton

@@ -97,7 +97,6 @@ class TreeSettings:
 
     @property
     def max_nodes(self) -> int:
-        """Maximum number of nodes of a tree."""
         return min(self.options.max_nodes or MAX_TREE_NODES - 1, self.options.drafted)
 
     @property

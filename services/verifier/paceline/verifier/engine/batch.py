@@ -58,7 +58,6 @@ class BatchObserver:
         self._observed: list[_Observed] = []
 
     def __len__(self) -> int:
-        """Return the number of observers."""
         return len(self._observed)
 
     def add(self, observer: ScoreObserver, index: int, block: QueryBlock, first: int) -> None:
@@ -161,7 +160,6 @@ class Batch:
 
     @property
     def jobs(self) -> list[EngineJob]:
-        """Jobs of the entries."""
         return [entry.job for entry in self.entries]
 
     @property

@@ -171,7 +171,6 @@ class KvLayout:
 
     @classmethod
     def of(cls, config: DecoderConfig) -> KvLayout:
-        """Return the layout for a model."""
         kv = config.kv_layers, config.kv_heads, config.head_dim, config.kv_dtype
         return cls(*kv, config.hidden, config.dtype, config.delta, config.kv_windows)
 
@@ -182,7 +181,6 @@ class KvLayout:
 
     @property
     def planes(self) -> int:
-        """Number of planes."""
         return self.layers * 2 * self.kv_heads
 
     @property

@@ -126,7 +126,6 @@ class PagePool:
 
     @property
     def free_pages(self) -> int:
-        """Number of free pages."""
         return len(self._free_pages)
 
     def layer(

@@ -80,7 +80,6 @@ class SegmentMemory:
         self.used_bytes += byte_size
 
     def give_back(self, byte_size: int) -> None:
-        """Give memory back."""
         self.used_bytes -= byte_size
 
 

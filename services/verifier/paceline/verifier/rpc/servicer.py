@@ -303,7 +303,6 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
     async def RenewLease(
         self, request: verifier_pb2.RenewLeaseRequest, context: Any
     ) -> verifier_pb2.RenewLeaseResponse:
-        """Renew the lease of a cache."""
         cache = self._find(request.handle, owner_of(context))
         return verifier_pb2.RenewLeaseResponse(
             lease_ms=self._model.message.lease_ms, epoch=cache.epoch
