@@ -41,7 +41,7 @@ class Plan:
     final_rate: float = 0.1  # share of a stage's rate that is left at its end
 
     def progress(self, step: int, elapsed: float) -> float:
-        """Return the share of the run done, 0 to 1, after `step` steps of `elapsed` seconds."""
+        """Return the share of the run done, 0 to 1, after `step` steps and `elapsed` seconds."""
         return min(1.0, max(step / self.steps, elapsed / (60 * self.minutes)))
 
     def stage(self, progress: float) -> tuple[Stage, float]:

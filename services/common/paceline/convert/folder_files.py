@@ -161,8 +161,8 @@ def _check_field(path: Path, prefix: str, name: str, value: Any) -> None:
 
 
 def token_ids(path: Path, name: str, value: Any, vocab_size: int) -> tuple[int, ...]:
-    """Return token ids of a field: one, a list, or none if it is null; without ids that the model
-    does not have, as it never gives them. Raises ``UnsupportedModelError`` otherwise."""
+    """Return token ids of a field: one, a list, or none if it is null; ids that the model lacks are
+    left out: it never gives them. Raises ``UnsupportedModelError`` if it is something else."""
     tokens = [] if value is None else value if isinstance(value, list) else [value]
     for token in tokens:
         number = isinstance(token, int) and not isinstance(token, bool)

@@ -54,7 +54,7 @@ class MtpLayout:
     feeds_normed: bool
 
     def stored(self, head: int, layers: int, part: str) -> str:
-        """Return a head's part, or its layer's, by name, behind a target of ``layers`` layers."""
+        """Return the name of a part of a head, or of its layer, behind a target's ``layers``."""
         stem, dot, kind = part.rpartition(".")
         renamed = self.parts.get(stem)
         name = self.block + part if renamed is None else f"{renamed}{dot}{kind}"
