@@ -44,6 +44,12 @@ async def failure(call: Any) -> grpc.aio.AioRpcError:
     raise AssertionError("the call succeeded, expected an error")
 
 
+async def refusal(call: Any) -> tuple[grpc.StatusCode, str]:
+    """Status and reason of the error that a call ends with."""
+    error = await failure(call)
+    return error.code(), reason_of(error)
+
+
 def reason_of(error: grpc.aio.AioRpcError) -> str:
     """The ErrorInfo reason of a failed call."""
     return str(details_of(error, error_details_pb2.ErrorInfo).reason)

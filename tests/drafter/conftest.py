@@ -6,6 +6,7 @@ import asyncio
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,54 +16,35 @@ from distributions import write_distribution
 from fakes import drafter as fake_drafter
 from fakes.exchange import VOCAB as VOCAB
 from fakes.exchange import ExchangeServicer, Peer, Share, Text, fake_verifier, share_nothing
-from google.rpc import error_details_pb2
-from grpc_status import rpc_status
 
 from paceline.drafter import DrafterSpec
 from paceline.drafter.service import build_service
 from paceline.service import ServerOptions, run_server
 from paceline.v1 import drafter_pb2, drafter_pb2_grpc
 
-from . import adversaries, replay_method
+from . import drafting_methods
 
 
 @pytest.fixture(autouse=True, scope="session")
 def registered_methods(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Registers the methods of the tests in this process."""
-    methods = {**fake_drafter.METHODS, **adversaries.METHODS, **replay_method.METHODS}
+    methods = {**fake_drafter.METHODS, **drafting_methods.METHODS}
     folder = write_distribution(tmp_path_factory.mktemp("methods"), methods)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
         yield
 
 
+@dataclass
 class Drafting:
-    """A running service in a test.
+    """A running service in a test."""
 
-    Attributes:
-        address: Of the service.
-        verifier: The verifier that it joins.
-        peer: Its first connection there.
-        stop: Set it to drain and stop the service.
-        service: The service object.
-        registry: Stub of its registry.
-    """
-
-    def __init__(
-        self,
-        address: str,
-        verifier: ExchangeServicer,
-        peer: Peer,
-        channel: grpc.aio.Channel,
-        stop: asyncio.Event,
-        service: Any,
-    ) -> None:
-        self.address = address
-        self.verifier = verifier
-        self.peer = peer
-        self.stop = stop
-        self.service = service
-        self.registry: Any = drafter_pb2_grpc.DrafterRegistryServiceStub(channel)
+    address: str
+    verifier: ExchangeServicer  # that it joins
+    peer: Peer  # its first connection there
+    registry: Any  # stub of its registry
+    stop: asyncio.Event  # set it to drain and stop the service
+    service: Any
 
     async def open(self, tokens: Sequence[int], **fields: Any) -> Text:
         """Open a sequence and wait until it is."""
@@ -94,22 +76,12 @@ async def drafting(
     *specs: str,
     carrier: str = "socket",
     drain_seconds: float = 0.1,
-    target: dict[str, Any] | None = None,
-    share: Share = share_nothing,
-    credentials: grpc.ServerCredentials | None = None,
+    target: dict[str, Any] | None = None,  # facts of it, fields of Joined
+    share: Share = share_nothing,  # gives the memory of the verifier's caches
+    credentials: grpc.ServerCredentials | None = None,  # of the verifier
     **options: Any,
 ) -> AsyncIterator[Drafting]:
-    """Serve drafters on a unix socket, joined to a fake verifier.
-
-    Args:
-        specs: Drafters to load.
-        carrier: How messages travel: socket or stream.
-        drain_seconds: Of the service.
-        target: Facts of the target, fields of Joined.
-        share: Gives the memory of the verifier's caches.
-        credentials: TLS of the verifier.
-        options: Of the service.
-    """
+    """Serve drafters on a unix socket, joined to a fake verifier."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         address = f"unix:{folder}/drafter"
@@ -123,7 +95,8 @@ async def drafting(
                 peer = await verifier.peer()
                 assert peer.carrier == carrier
                 async with grpc.aio.insecure_channel(address) as channel:
-                    yield Drafting(address, verifier, peer, channel, stop, service)
+                    registry = drafter_pb2_grpc.DrafterRegistryServiceStub(channel)
+                    yield Drafting(address, verifier, peer, registry, stop, service)
 
 
 async def load(service: Drafting, name: str, method: str, **fields: Any) -> drafter_pb2.DrafterInfo:
@@ -148,16 +121,6 @@ async def listed(service: Drafting) -> list[tuple[str, str, float, int, bool]]:
     return [
         (d.name, d.version, d.traffic_share, d.active_streams, d.draining) for d in answer.drafters
     ]
-
-
-def failure(error: pytest.ExceptionInfo[grpc.aio.AioRpcError]) -> tuple[grpc.StatusCode, str]:
-    """Status code and reason of a failed call."""
-    status = rpc_status.from_call(error.value)
-    assert status is not None, "no rich status"
-    info = error_details_pb2.ErrorInfo()
-    assert status.details[0].Unpack(info)
-    assert info.domain == "paceline"
-    return error.value.code(), info.reason
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
-from calls import until
+from calls import refusal, until
 from fakes.drafter import FakeDrafter, SlowLoad, write_records
 from fakes.exchange import Refused
 
@@ -17,7 +17,7 @@ from paceline.drafter.registry import MIN_FAILURES, RECENT_ROUNDS, Version
 from paceline.drafter.spec import DrafterSpec
 from paceline.v1 import drafter_pb2
 
-from .conftest import VOCAB, Drafting, activate, drafting, failure, listed, load, unload
+from .conftest import VOCAB, Drafting, activate, drafting, listed, load, unload
 
 CODE = grpc.StatusCode
 
@@ -31,9 +31,8 @@ async def test_versions_come_and_go_while_text_streams() -> None:
         for token in range(2, 20):
             await old.round([token])
         assert not loading.done()
-        with pytest.raises(grpc.aio.AioRpcError) as error:
-            await load(service, "x", "fake", version="2")
-        assert failure(error) == (CODE.FAILED_PRECONDITION, "ALREADY_LOADED")
+        loaded = (CODE.FAILED_PRECONDITION, "ALREADY_LOADED")
+        assert await refusal(load(service, "x", "fake", version="2")) == loaded
         SlowLoad.go_on.set()
         assert (await loading).version == "2"
         new = await service.open([1])
@@ -105,10 +104,8 @@ async def test_what_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
         cases.append(({"name": "x", "method": "lm", "folder": folder}, reason))
     async with drafting("ngram", roots=[tmp_path]) as service:
         for fields, reason in cases:
-            with pytest.raises(grpc.aio.AioRpcError) as error:
-                await load(service, **fields)
-            assert failure(error) == (CODE.INVALID_ARGUMENT, reason)
-        assert [each[0] for each in await listed(service)] == ["ngram"]
+            assert await refusal(load(service, **fields)) == (CODE.INVALID_ARGUMENT, reason)
+        assert [name for name, *_ in await listed(service)] == ["ngram"]
 
 
 async def test_a_sequence_stays_at_the_version_that_its_client_requested() -> None:

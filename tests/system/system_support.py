@@ -26,14 +26,8 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 # Drafts in every round, on any machine, for tests of drafting.
 EAGER = DraftOptions(timeout=60, adaptive=False)
 HOSTILE = (
-    "random-tree",
-    "always-wrong",
-    "duplicates",
-    "huge",
-    "changing",
-    "malformed",
-    "failing",
-)  # drafting methods that must not matter, of tests/drafter/adversaries.py
+    *("random-tree", "always-wrong", "duplicates", "huge", "changing", "malformed", "failing"),
+)  # drafting methods that must not matter, of tests/drafter/drafting_methods.py
 
 
 async def generate_all(
