@@ -4,7 +4,8 @@ import asyncio
 
 import grpc
 import pytest
-from google.rpc import error_details_pb2, status_pb2
+from calls import details_of, failure, refusal
+from google.rpc import error_details_pb2
 
 from paceline.service import ServiceError
 from paceline.v1 import kv_pb2, kv_pb2_grpc
@@ -12,16 +13,7 @@ from paceline.v1 import kv_pb2, kv_pb2_grpc
 from .conftest import Serve
 from .toy import KINDS, SECRET, ask, echo, open_stream
 
-
-def info_of(error: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo:
-    info = error_details_pb2.ErrorInfo()
-    assert status_of(error).details[0].Unpack(info)
-    return info
-
-
-def status_of(error: grpc.aio.AioRpcError) -> status_pb2.Status:
-    trailing = dict(error.trailing_metadata())
-    return status_pb2.Status.FromString(trailing["grpc-status-details-bin"])
+CODE = grpc.StatusCode
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -30,17 +22,13 @@ async def test_a_service_error_arrives_with_reason_metadata_and_retry(
 ) -> None:
     served = await serve()
     async with served.channel() as channel:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await ask(channel, kind, "fail")
-        with pytest.raises(grpc.aio.AioRpcError, match="by itself") as aborted:
-            await ask(channel, kind, "abort")
-    assert aborted.value.code() is grpc.StatusCode.DATA_LOSS
-    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert caught.value.details() == "no room"
-    info = info_of(caught.value)
+        error = await failure(ask(channel, kind, "fail"))
+        aborted = await failure(ask(channel, kind, "abort"))
+    assert (aborted.code(), aborted.details()) == (CODE.DATA_LOSS, "by itself")
+    assert (error.code(), error.details()) == (CODE.RESOURCE_EXHAUSTED, "no room")
+    info = details_of(error, error_details_pb2.ErrorInfo)
     assert (info.domain, info.reason, dict(info.metadata)) == ("paceline", "FULL", {"limit": "3"})
-    retry = error_details_pb2.RetryInfo()
-    assert status_of(caught.value).details[1].Unpack(retry)
+    retry = details_of(error, error_details_pb2.RetryInfo)
     assert retry.retry_delay.ToMilliseconds() == 1500
 
 
@@ -50,13 +38,11 @@ async def test_an_unexpected_error_has_an_id_and_no_cause(
 ) -> None:
     served = await serve()
     async with served.channel() as channel:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await ask(channel, kind, "bug")
+        error = await failure(ask(channel, kind, "bug"))
         assert await ask(channel, kind, "still there") == "still there"
-    assert caught.value.code() is grpc.StatusCode.INTERNAL
-    info = info_of(caught.value)
-    assert info.reason == "INTERNAL_ERROR"
-    assert SECRET not in repr(caught.value)
+    info = details_of(error, error_details_pb2.ErrorInfo)
+    assert (error.code(), info.reason) == (CODE.INTERNAL, "INTERNAL_ERROR")
+    assert SECRET not in repr(error)
     logged = [r for r in caplog.records if vars(r).get("error_id") == info.metadata["error_id"]]
     assert len(logged) == 1
     assert SECRET in str(logged[0].exc_info)
@@ -66,10 +52,8 @@ async def test_a_generated_base_class_says_that_it_is_not_built(serve: Serve) ->
     served = await serve()
     async with served.channel() as channel:
         stub = kv_pb2_grpc.KvExchangeServiceStub(channel)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.FollowCache(iter([kv_pb2.FollowCacheRequest()])).read()
-    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-    assert info_of(caught.value).reason == "NOT_BUILT"
+        call = stub.FollowCache(iter([kv_pb2.FollowCacheRequest()]))
+        assert await refusal(call) == (CODE.UNIMPLEMENTED, "NOT_BUILT")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -78,13 +62,11 @@ async def test_a_malformed_message_fails_its_call_only(serve: Serve, kind: str, 
     served = await serve()
     async with served.channel() as channel:
         other = await open_stream(channel)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await ask(channel, kind, raw)
+        malformed = (CODE.INVALID_ARGUMENT, "MALFORMED_MESSAGE")
+        assert await refusal(ask(channel, kind, raw)) == malformed
         await echo(other, "two")
         await other.done_writing()
         assert await other.read() is grpc.aio.EOF
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert info_of(caught.value).reason == "MALFORMED_MESSAGE"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -93,9 +75,8 @@ async def test_a_message_over_the_limit_fails_its_call_only(serve: Serve, kind: 
     async with served.channel() as channel:
         other = await open_stream(channel)
         for order in ("x" * 8192, "big 8192"):
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await ask(channel, kind, order)
-            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            error = await failure(ask(channel, kind, order))
+            assert error.code() is CODE.RESOURCE_EXHAUSTED
         await echo(other, "two")
         other.cancel()
 

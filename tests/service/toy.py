@@ -15,7 +15,11 @@ from paceline.service import Gate, ServerOptions, ServiceError, owner_of, run_se
 from paceline.v1 import kv_pb2_grpc
 
 NAME = "toy.Toy"
-KINDS = ("UnaryUnary", "UnaryStream", "StreamUnary", "StreamStream")
+KINDS = {
+    "UnaryUnary": "unary_unary", "UnaryStream": "unary_stream",
+    "StreamUnary": "stream_unary", "StreamStream": "stream_stream",
+}  # fmt: skip
+"""Methods of the toy, one of each kind, and what grpc calls the kind."""
 SECRET = "a detail that no caller may see"
 
 
@@ -42,19 +46,10 @@ class Toy:
         return {"model": "toy"}
 
     def register(self, server: grpc.aio.Server) -> None:
-        makers = {
-            "UnaryUnary": grpc.unary_unary_rpc_method_handler,
-            "UnaryStream": grpc.unary_stream_rpc_method_handler,
-            "StreamUnary": grpc.stream_unary_rpc_method_handler,
-            "StreamStream": grpc.stream_stream_rpc_method_handler,
-        }
+        coding = StringValue.FromString, StringValue.SerializeToString
         handlers = {
-            kind: make(
-                getattr(self, kind),
-                request_deserializer=StringValue.FromString,
-                response_serializer=StringValue.SerializeToString,
-            )
-            for kind, make in makers.items()
+            kind: getattr(grpc, f"{name}_rpc_method_handler")(getattr(self, kind), *coding)
+            for kind, name in KINDS.items()
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(NAME, handlers),))
         # A generated base class: plain functions that raise NotImplementedError.
@@ -130,15 +125,8 @@ class Toy:
 
 def call(channel: grpc.aio.Channel, kind: str, raw: bool = False) -> Any:
     """The stub of one method of the toy, for messages or for `raw` bytes."""
-    make = {
-        "UnaryUnary": channel.unary_unary,
-        "UnaryStream": channel.unary_stream,
-        "StreamUnary": channel.stream_unary,
-        "StreamStream": channel.stream_stream,
-    }[kind]
-    if raw:
-        return make(f"/{NAME}/{kind}")
-    return make(f"/{NAME}/{kind}", StringValue.SerializeToString, StringValue.FromString)
+    coding = () if raw else (StringValue.SerializeToString, StringValue.FromString)
+    return getattr(channel, KINDS[kind])(f"/{NAME}/{kind}", *coding)
 
 
 async def ask(channel: grpc.aio.Channel, kind: str, order: Any, **options: Any) -> Any:
