@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
-from calls import reason_of, remaining, until
+from calls import refusal, until
 
 from paceline.tree import TokenTree
 from paceline.v1 import drafter_pb2, exchange_pb2, exchange_pb2_grpc, tree_pb2
@@ -60,16 +60,10 @@ class Text:
     def request(self, tokens: Sequence[int] = (), **fields: Any) -> exchange_pb2.DraftRound:
         self.length += len(tokens)
         self.rounds += 1
-        fields = {
-            "sequence": self.number,
-            "round": self.rounds,
-            "node_budget": 16,
-            "max_depth": 64,
-            "total_length": self.length,
-            "new_tokens": tokens,
-            **fields,
-        }
-        return exchange_pb2.DraftRound(**fields)
+        fields = {"node_budget": 16, "max_depth": 64, "total_length": self.length} | fields
+        return exchange_pb2.DraftRound(
+            sequence=self.number, round=self.rounds, new_tokens=tokens, **fields
+        )
 
     async def round(self, tokens: Sequence[int] = (), **fields: Any) -> exchange_pb2.DraftedTree:
         request = self.request(tokens, **fields)
@@ -171,19 +165,14 @@ async def share_nothing(read_grant: bytes) -> int | None:
 
 
 class ExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
-    """Serves Join.
-
-    Attributes:
-        joined: What drafter services are told of the target.
-        peers: Connections so far.
-        metadata: Of each Join call.
-    """
+    """Serves Join."""
 
     def __init__(self, address: str, socket_path: Path | None, share: Share) -> None:
         self.address = address
+        # What drafter services are told of the target.
         self.joined = exchange_pb2.Joined(vocab_size=VOCAB, max_tree_nodes=255, instance_id="fake")
-        self.peers: list[Peer] = []
-        self.metadata: list[dict[str, Any]] = []
+        self.peers: list[Peer] = []  # connections so far
+        self.metadata: list[dict[str, Any]] = []  # of each Join call
         self.refuse = False  # refuse Join calls
         self.socket_path = socket_path
         self.tokens: dict[bytes, asyncio.Future[tuple[Any, Any]]] = {}
@@ -244,9 +233,9 @@ class ExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
             with suppress(asyncio.CancelledError):
                 file = await sharing
                 if file is not None:
-                    own = socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno()))
-                    with own:
-                        socket.send_fds(own, [b"\0"], [file])
+                    descriptor = os.dup(writer.get_extra_info("socket").fileno())
+                    with socket.socket(fileno=descriptor) as sending:
+                        socket.send_fds(sending, [b"\0"], [file])
         writer.close()
 
     def close(self) -> None:
@@ -309,19 +298,7 @@ Drafter = Callable[[list[int], random.Random], TokenTree | tree_pb2.TokenTree | 
 
 
 class DrafterService:
-    """A drafter service with a function for each version of its one drafter.
-
-    Attributes:
-        infos: Its drafters, as announced.
-        joined: What the verifier answered; None: it has not joined.
-        opened: OpenSequence messages of all connections, in order.
-        sequences: Function, text and source of randomness of each open sequence.
-        messages: Number of messages that came.
-        refuses: Whether it refuses to open sequences.
-        reason: Of its refusals.
-        paused: Rounds that are kept and not answered; None: all are answered at once.
-        silent: Whether it says nothing about sequences that it is asked to open.
-    """
+    """A drafter service with a function for each version of its one drafter."""
 
     numbers = count()
 
@@ -345,15 +322,15 @@ class DrafterService:
         self.call: Any = None
         self.serving: asyncio.Task[None] | None = None
         self.writer: asyncio.StreamWriter | None = None
-        self.infos = [self.info(str(version)) for version in range(64)]
-        self.joined: exchange_pb2.Joined | None = None
-        self.opened: list[exchange_pb2.OpenSequence] = []
-        self.sequences: dict[int, tuple[Drafter, list[int], random.Random]] = {}
-        self.messages = 0
-        self.refuses = False
-        self.reason = "REFUSED"
-        self.paused: list[exchange_pb2.DraftRound] | None = None
-        self.silent = False
+        self.infos = [self.info(str(version)) for version in range(64)]  # as announced
+        self.joined: exchange_pb2.Joined | None = None  # the answer, once it has joined
+        self.opened: list[exchange_pb2.OpenSequence] = []  # of all connections, in order
+        self.sequences: dict[int, tuple[Drafter, list[int], random.Random]] = {}  # those open
+        self.messages = 0  # number of messages that came
+        self.refuses = False  # to open sequences
+        self.reason = "REFUSED"  # of its refusals
+        self.paused: list[exchange_pb2.DraftRound] | None = None  # kept, unless all are answered
+        self.silent = False  # about sequences that it is asked to open
 
     async def __aenter__(self) -> DrafterService:
         return self
@@ -435,13 +412,7 @@ class DrafterService:
     async def error(self) -> tuple[grpc.StatusCode, str]:
         """Status and reason that the verifier ends the connection with."""
         assert self.serving is not None
-        try:
-            if self.writer is None:
-                await self.serving
-            await remaining(self.call)
-        except grpc.aio.AioRpcError as error:
-            return error.code(), reason_of(error)
-        raise AssertionError("the stream ended without an error")
+        return await refusal(self.serving if self.writer is None else self.call)
 
     async def answer(self) -> None:
         """Answer the rounds that were kept, and later ones at once."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
-from calls import failure, reason_of
+from calls import refusal
 from gguf_files import write_gguf
 from tokenizers import Tokenizer, models
 from verifier_support import CONTEXT, PROMPT, VOCAB, Client, Serve, tokens_of
@@ -34,8 +34,7 @@ async def test_draining_lets_generations_end(client: Client) -> None:
     told = await client.stub.GetModel(request)
     assert (told.draining, told.generations) == (True, 1)
     call = client.stub.CreateCache(verifier_pb2.CreateCacheRequest(prompt_tokens=PROMPT))
-    error = await failure(call)
-    assert (error.code(), reason_of(error)) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+    assert await refusal(call) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
     tokens = [*created.first.tokens, *tokens_of(await client.steps(created.handle, 5))]
     assert not drain.done()
     tokens += await client.rest(created.handle, len(tokens))

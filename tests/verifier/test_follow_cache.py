@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 import pytest
 import torch
-from calls import failure, reason_of, until
+from calls import refusal, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_support import caught_up, following, following_states, mapping_states
@@ -177,8 +177,7 @@ async def test_refusals(client: Client) -> None:
         call = stub.FollowCache()
         subscribe = kv_pb2.FollowSubscribe(**{**good, **fields})
         await call.write(kv_pb2.FollowCacheRequest(subscribe=subscribe))
-        error = await failure(call)
-        assert (error.code(), reason_of(error)) == (code, reason)
+        assert await refusal(call) == (code, reason)
     ack = kv_pb2.FollowCacheRequest(ack=kv_pb2.FollowAck(update_id=9))
     begin = kv_pb2.FollowCacheRequest(subscribe=kv_pb2.FollowSubscribe(**good))
     for reason, last in (("NOT_SUBSCRIBED", ack), ("BAD_ACK", ack), ("ALREADY_SUBSCRIBED", begin)):
@@ -187,13 +186,13 @@ async def test_refusals(client: Client) -> None:
             await call.write(begin)
             await call.read()
         await call.write(last)
-        assert reason_of(await failure(call)) == reason
+        assert (await refusal(call))[1] == reason
     calls = [stub.FollowCache() for _ in range(17)]
     for call in calls:
         await call.write(begin)
         first = await call.read() if call is not calls[-1] else None
         assert first is None or first.shape.layers == 2
-    assert reason_of(await failure(calls[-1])) == "TOO_MANY_FOLLOWERS"
+    assert (await refusal(calls[-1]))[1] == "TOO_MANY_FOLLOWERS"
     for call in calls:
         call.cancel()
     (cache,) = client.service.store

@@ -7,7 +7,7 @@ from typing import Any
 import drafters
 import grpc
 import pytest
-from calls import failure, reason_of, until
+from calls import refusal, until
 from verifier_support import Client, Clock, Serve, paused_engine, tokens_of
 
 from paceline.v1 import sampling_pb2, verifier_pb2
@@ -150,9 +150,8 @@ async def test_taking_over_in_the_middle_of_steps(client: Client) -> None:
         seen = (await streams[0].read()).result.tokens
         for _ in range(3):
             streams.append(await client.begin(created.handle))
-            error = await failure(streams[-2])
             superseded = (grpc.StatusCode.ABORTED, "STREAM_SUPERSEDED")
-            assert (error.code(), reason_of(error)) == superseded
+            assert await refusal(streams[-2]) == superseded
     stored = await streams[-1].read()
     tokens = list(stored.result.tokens)
     assert stored.steps == 0
@@ -214,8 +213,7 @@ async def test_a_release_ends_the_stream(waits_for: str, client: Client, handle:
         await until(lambda: cache.busy and bool(service.paused or waits_for == "credits"))
         assert await client.release(handle)
     assert not await client.release(handle), "releasing twice is safe"
-    error = await failure(call)
-    assert (error.code(), reason_of(error)) == NOT_FOUND
+    assert await refusal(call) == NOT_FOUND
     assert await client.refusal(handle) == NOT_FOUND
     await client.service.check_integrity()
 

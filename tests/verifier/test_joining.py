@@ -13,7 +13,7 @@ from typing import Any
 import drafters
 import grpc
 import pytest
-from calls import failure, reason_of, remaining, until
+from calls import failure, reason_of, refusal, remaining, until
 from fakes.exchange import DrafterService
 from verifier_support import CARRIERS, PROMPT, VOCAB, Client, Serve, fallbacks_of, tokens_of
 
@@ -128,9 +128,7 @@ LISTS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("fields", LISTS)
 async def test_lists_that_are_too_long(fields: dict[str, Any], client: Client) -> None:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await begin(client, **fields)
-    assert (caught.value.code(), reason_of(caught.value)) == (INVALID, "BAD_DRAFTERS")
+    assert await refusal(begin(client, **fields)) == (INVALID, "BAD_DRAFTERS")
     service = client.drafter_service
     await service.join()
     listed = exchange_pb2.DrafterList(**fields)

@@ -6,7 +6,7 @@ from typing import Any
 import drafters
 import grpc
 import pytest
-from calls import reason_of, until
+from calls import reason_of, refusal, until
 from hypothesis import given
 from hypothesis import strategies as st
 from verifier_support import MEMORY, Client, Serve, text
@@ -77,9 +77,7 @@ async def test_texts_are_shared_with_the_same_user_only(client: Client) -> None:
     (cache, *_) = client.service.store
     assert len({each.sequence.text.owner for each in client.service.store}) == 4
     assert {each.owner for each in client.service.store} == {cache.owner}
-    with pytest.raises(grpc.RpcError) as refused:
-        await client.create(prompt, user="a" * 257, **FIELDS)
-    assert reason_of(refused.value) == "BAD_USER"
+    assert (await refusal(client.create(prompt, user="a" * 257, **FIELDS)))[1] == "BAD_USER"
 
 
 async def test_memory_of_ended_texts_is_freed_when_needed(serve: Serve) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import grpc
 import pytest
-from calls import details_of, failure, reason_of
+from calls import details_of, failure, reason_of, refusal
 from google.rpc import error_details_pb2
 from verifier_support import CONTEXT, PROMPT, VOCAB, Client, Serve
 
@@ -60,8 +60,7 @@ async def test_handles_of_a_wrong_size(client: Client, handle: bytes) -> None:
         client.stub.RenewLease(verifier_pb2.RenewLeaseRequest(handle=handle)),
         client.stub.ReleaseCache(verifier_pb2.ReleaseCacheRequest(handle=handle)),
     ):
-        error = await failure(call)
-        assert (error.code(), reason_of(error)) == (INVALID, "BAD_HANDLE")
+        assert await refusal(call) == (INVALID, "BAD_HANDLE")
 
 
 async def test_a_handle_is_valid_for_its_owner_only(client: Client) -> None:
@@ -77,8 +76,7 @@ async def test_a_handle_is_valid_for_its_owner_only(client: Client) -> None:
         client.stub.RenewLease(renewal, metadata=thief),
         client.stub.CreateCache(fork, metadata=thief),
     ):
-        error = await failure(call)
-        assert (error.code(), reason_of(error)) == (grpc.StatusCode.NOT_FOUND, "CACHE_NOT_FOUND")
+        assert await refusal(call) == (grpc.StatusCode.NOT_FOUND, "CACHE_NOT_FOUND")
     release = verifier_pb2.ReleaseCacheRequest(handle=created.handle)
     assert not (await client.stub.ReleaseCache(release, metadata=thief)).released
     _, reason = await client.refusal(created.read_grant)
@@ -90,8 +88,7 @@ async def test_malformed_messages(client: Client) -> None:
     for method in ("CreateCache", "Generate"):
         call = client.channel.stream_stream(f"/paceline.v1.VerifierService/{method}")()
         await call.write(b"\xff\xff\xff")
-        error = await failure(call)
-        assert (error.code(), reason_of(error)) == (INVALID, "MALFORMED_MESSAGE")
+        assert await refusal(call) == (INVALID, "MALFORMED_MESSAGE")
 
 
 async def test_a_full_verifier_returns_a_retry_delay(

@@ -16,7 +16,7 @@ import grpc
 import pytest
 import tiny_models
 import torch
-from calls import reason_of
+from calls import refusal
 from fakes.exchange import Drafter, DrafterService
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -176,11 +176,7 @@ class Client:
         self, handle: bytes, position: int = 1, **fields: Any
     ) -> tuple[grpc.StatusCode, str]:
         """Status and reason of a Generate stream that fails."""
-        try:
-            await self.rest(handle, position, **fields)
-        except grpc.aio.AioRpcError as error:
-            return error.code(), reason_of(error)
-        raise AssertionError("the stream succeeded, expected an error")
+        return await refusal(self.rest(handle, position, **fields))
 
     async def reader(self, *layers: int, window: int = 0) -> str:
         """Announce a drafter that reads hidden states; returns its name."""
