@@ -226,8 +226,8 @@ async def test_connections_that_say_nothing_are_closed(
 def connected(address: str) -> int:
     """Connections that a server in this process has."""
     port = int(address.rpartition(":")[2])
-    found = psutil.Process().net_connections("tcp")
-    return sum(each.laddr.port == port and each.status == "ESTABLISHED" for each in found)
+    of_process = psutil.Process().net_connections("tcp")
+    return sum(one.laddr.port == port and one.status == "ESTABLISHED" for one in of_process)
 
 
 async def test_idle_connections_make_room(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,8 +237,8 @@ async def test_idle_connections_make_room(serve: Serve, monkeypatch: pytest.Monk
     async with AsyncExitStack() as opened:
 
         async def caller() -> grpc.aio.Channel:
-            own = {"grpc.use_local_subchannel_pool": 1}
-            return await opened.enter_async_context(served.channel(**own))
+            apart = {"grpc.use_local_subchannel_pool": 1}
+            return await opened.enter_async_context(served.channel(**apart))
 
         running = await open_stream(await caller())
         idle = [await caller() for _ in range(30)]

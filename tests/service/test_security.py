@@ -72,7 +72,7 @@ async def test_a_call_without_the_token_is_unauthenticated(serve: Serve, kind: s
     served = await serve(token=TOKEN)
     given = ("Bearer wrong", "Bearer ", f"Bearer {TOKEN}x", TOKEN, f"Basic {TOKEN}")
     async with served.channel() as channel:
-        for metadata in ((), *((("authorization", each),) for each in given)):
+        for metadata in ((), *((("authorization", words),) for words in given)):
             error = await failure(ask(channel, kind, None, metadata=metadata))
             assert error.code() is grpc.StatusCode.UNAUTHENTICATED
             assert reason_of(error) == "UNAUTHENTICATED"
