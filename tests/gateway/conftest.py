@@ -68,6 +68,14 @@ async def serve_gateway(
 
 
 @pytest.fixture
+async def served(serve: Serve, request: pytest.FixtureRequest) -> AsyncIterator[Served]:
+    """A gateway with the TEMPLATE of the test's module, whose model answers its REPLY."""
+    transport = MockTransport(request.module.REPLY)
+    async with serve(transport, chat_template=request.module.TEMPLATE) as served:
+        yield served
+
+
+@pytest.fixture
 def serve() -> Serve:
     """Starts a gateway: `serve(transport, key="what the client sends", **GatewayOptions)`."""
     return serve_gateway

@@ -17,6 +17,7 @@ from paceline.gateway.metrics import GatewayMetrics
 from paceline.service.runtime import JsonFormatter, TextFormatter
 
 from .conftest import Serve, Served
+from .test_tools import PLAIN
 
 
 async def test_a_request_has_an_id(serve: Serve) -> None:
@@ -33,6 +34,7 @@ PREFLIGHT = {
     "Access-Control-Request-Method": "POST",
     "Access-Control-Request-Headers": "authorization, content-type",
 }
+MESSAGES = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 9}
 PAGE = "https://page.example"
 
 
@@ -162,16 +164,26 @@ async def test_a_path_cannot_forge_the_log(
     assert all(line.isprintable() for line in lines), lines
 
 
-async def test_a_slow_stream_gets_comments(serve: Serve) -> None:
+@pytest.mark.parametrize(
+    ("path", "body", "first", "later"),
+    [
+        ("completions", {"prompt": "a"}, b": keep-alive\n", b"[DONE]"),
+        ("messages", MESSAGES, b"event: ping\n", b"event: message_start"),
+    ],
+    ids=["completions: comments", "messages: pings"],
+)
+async def test_a_slow_stream_begins_with_signs_of_life(
+    serve: Serve, path: str, body: dict[str, Any], first: bytes, later: bytes
+) -> None:
     transport = MockTransport("x")
     transport.may_prefill.clear()
-    async with serve(transport, keep_alive_seconds=0.01) as served:
-        body = {"model": "mock", "prompt": "a", "stream": True}
+    async with serve(transport, chat_template=PLAIN, keep_alive_seconds=0.01) as served:
         async with aiohttp.ClientSession() as session:
-            async with session.post(f"{served.url}/v1/completions", json=body) as response:
-                assert await response.content.readline() == b": keep-alive\n"
+            asked = {"model": "mock", "stream": True, **body}
+            async with session.post(f"{served.url}/v1/{path}", json=asked) as response:
+                assert await response.content.readline() == first
                 transport.may_prefill.set()
-                assert b"[DONE]" in await response.content.read()
+                assert later in await response.content.read()
         # Clients skip them.
         stream = await served.openai.completions.create(model="mock", prompt="a", stream=True)
         assert "".join([event.choices[0].text async for event in stream]) == "x"

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -21,18 +20,11 @@ from .conftest import Serve, Served
 from .test_tools import PLAIN
 
 SCRIPTS = ("text/javascript", "application/javascript")
+REPLY = str.upper
 TEMPLATE = """{{ bos_token }}{% for message in messages %}
 {% if message.content == "refuse" %}
 {{ raise_exception("no such text") }}{% endif %}
 <{{ message.role }}>{{ message.content }}{% endfor %}<assistant>{{ mood }}"""
-
-
-@pytest.fixture
-async def served(serve: Serve) -> AsyncIterator[Served]:
-    async with serve(
-        MockTransport(lambda prompt: prompt.upper()), chat_template=TEMPLATE
-    ) as served:
-        yield served
 
 
 async def test_a_chat_is_rendered_by_the_template(served: Served) -> None:

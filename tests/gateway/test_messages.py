@@ -2,10 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
-import aiohttp
 import pytest
 from fakes.transport import MockTransport
 
@@ -13,8 +11,10 @@ from paceline.client import Client
 from paceline.gateway import OneModel
 
 from .conftest import Serve, Served
+from .test_requests import VALID
 from .test_streaming import SeveralRounds
 
+REPLY = "ok"
 TEMPLATE = (
     "{{ enable_thinking }}{{ reasoning_effort }}"
     "{% for t in tools or () %}[{{ t.function.name }}]{% endfor %}"
@@ -45,12 +45,6 @@ def called(id: str, **given: Any) -> dict[str, Any]:
 
 def result(id: str, content: Any) -> dict[str, Any]:
     return {"type": "tool_result", "tool_use_id": id, "content": content}
-
-
-@pytest.fixture
-async def served(serve: Serve) -> AsyncIterator[Served]:
-    async with serve(MockTransport("ok"), chat_template=TEMPLATE) as served:
-        yield served
 
 
 async def ask(served: Served, **body: Any) -> tuple[int, Any, Any]:
@@ -263,18 +257,6 @@ async def test_an_error_in_mid_stream(serve: Serve) -> None:
     assert "the mock fails" in events[-1]["error"]["message"]
 
 
-async def test_a_slow_stream_begins_with_pings(serve: Serve) -> None:
-    transport = MockTransport("x")
-    transport.may_prefill.clear()
-    async with serve(transport, chat_template=TEMPLATE, keep_alive_seconds=0.01) as served:
-        body = {"messages": [USER], "max_tokens": 9, "stream": True}
-        async with aiohttp.ClientSession() as session:
-            async with session.post(f"{served.url}/v1/messages", json=body) as response:
-                assert await response.content.readline() == b"event: ping\n"
-                transport.may_prefill.set()
-                assert b"event: message_start" in await response.content.read()
-
-
 async def test_counted_tokens_are_one_answer(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if `stream` is asked for, and the model takes long to load."""
     acquire = OneModel.acquire
@@ -316,12 +298,9 @@ async def test_a_user_is_the_same_in_all_sessions(served: Served) -> None:
     assert len({*sessions, *told, "", await user("user_2"), await user("[1]")}) == 5
 
 
-PATHS: dict[str, dict[str, Any]] = {
+PATHS: dict[str, dict[str, Any]] = VALID | {
     "messages": {"messages": [USER], "max_tokens": 9},
     "messages/count_tokens": {"messages": [USER]},
-    "chat/completions": {"messages": [USER]},
-    "responses": {"input": "a"},
-    "completions": {"prompt": "a"},
 }
 
 

@@ -2,7 +2,6 @@
 with its name in a warning. What carries a part of the conversation is never ignored."""
 
 import json
-from collections.abc import AsyncIterator
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -16,6 +15,7 @@ from paceline.gateway.bodies import Body, Refused
 from .conftest import Serve, Served
 from .test_requests import KINDS, VALID
 
+REPLY = "ok"
 TEMPLATE = (
     "{{ reasoning_effort }}{% for t in tools or () %}[{{ t.function.name }}]{% endfor %}"
     "{% for m in messages %}<{{ m.role }}>{{ m.reasoning_content }}"
@@ -57,12 +57,6 @@ def literals(hint: Any) -> set[str]:
 def _flat(hint: Any) -> list[Any]:
     arguments = get_args(hint)
     return [each for inner in arguments for each in _flat(inner)] if arguments else [hint]
-
-
-@pytest.fixture
-async def served(serve: Serve) -> AsyncIterator[Served]:
-    async with serve(MockTransport("ok"), chat_template=TEMPLATE) as served:
-        yield served
 
 
 def sent(served: Served) -> str:

@@ -1,7 +1,7 @@
 """Requests as clients of OpenAI, vLLM and llama.cpp send them: the tables of docs/http.md."""
 
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -15,6 +15,7 @@ from paceline.gateway.responses_api import ResponsesRequest
 
 from .conftest import Serve, Served
 
+REPLY = str.upper
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -23,12 +24,6 @@ USER: Any = {"role": "user", "content": "a"}
 ASSISTANT: Any = {"role": "assistant", "content": "b"}
 IMAGE: Any = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
 CLOCK: Any = {"type": "function", "function": {"name": "clock"}}
-
-
-@pytest.fixture
-async def served(serve: Serve) -> AsyncIterator[Served]:
-    async with serve(MockTransport(str.upper), chat_template=TEMPLATE) as served:
-        yield served
 
 
 VALID: dict[str, dict[str, Any]] = {
