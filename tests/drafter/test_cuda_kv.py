@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -189,17 +190,6 @@ def test_no_layout_leads_out_of_file_or_pool(pool: Pool, fields: dict[str, Any])
     assert memory_files() == before
 
 
-class OneCache:
-    """A store with the pool's cache alone, for the servicer."""
-
-    def __init__(self, cache: Cache) -> None:
-        self._cache = cache
-
-    def find_granted(self, read_grant: bytes) -> Cache:
-        assert read_grant == self._cache.read_grant
-        return self._cache
-
-
 @pytest.mark.parametrize(
     ("device", "linked", "kv", "transport"),
     [
@@ -229,9 +219,9 @@ async def test_kv_and_states_on_a_gpu_are_mapped_or_followed(
                 with pytest.raises(KvNotShared, match=transport):
                     await opening
                 continue
-            found = await opening
-            assert found.transport == transport
-            found.close()
+            reader = await opening
+            assert reader.transport == transport
+            reader.close()
 
 
 @asynccontextmanager
@@ -239,7 +229,8 @@ async def exchange(
     pool: Pool, folder: Path, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> AsyncIterator[tuple[KvExchange, str]]:
     """A drafter's side on the GPU or on a CPU, and where the verifier's side listens."""
-    store: Any = OneCache(pool.cache)
+    granted = {pool.cache.read_grant: pool.cache}  # a store with the pool's cache alone
+    store: Any = SimpleNamespace(find_granted=granted.__getitem__)
     server = grpc.aio.server()
     kv_pb2_grpc.add_KvExchangeServiceServicer_to_server(KvExchangeServicer(store), server)
     address = f"unix:{folder}/verifier"
@@ -268,15 +259,15 @@ async def test_a_pool_that_cannot_be_exported_is_followed(
         raise DriverError("operation not supported")
 
     monkeypatch.setattr(StubDriver, "create", refuse)
-    own = Pool(StubDriver(NO_HANDLES))
-    async with exchange(own, tmp_path, monkeypatch, "cuda:0") as (drafter, address):
-        opening = drafter.open(address, own.cache.read_grant, (0, -1), KvOptions(kv=kv), 64)
+    unexported = Pool(StubDriver(NO_HANDLES))
+    async with exchange(unexported, tmp_path, monkeypatch, "cuda:0") as (drafter, address):
+        opening = drafter.open(address, unexported.cache.read_grant, (0, -1), KvOptions(kv=kv), 64)
         if kv == "map":
             with pytest.raises(KvNotShared, match="other processes cannot map"):
                 await opening
         else:
-            found = await opening
-            assert found.transport == "follow"
-            found.close()
-    own.kv.close()
-    own.pages.close()
+            reader = await opening
+            assert reader.transport == "follow"
+            reader.close()
+    unexported.kv.close()
+    unexported.pages.close()
