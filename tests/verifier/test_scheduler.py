@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise, takewhile
 from pathlib import Path
 from threading import Barrier
 from typing import Any
+from unittest.mock import Mock
 
 import drafters
 import pytest
@@ -249,42 +250,30 @@ def test_a_table_measured_on_a_busy_machine_is_measured_again(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    decoder, measured = load_decoder(model), 0
-
-    def count(*_: object) -> CostTable:
-        nonlocal measured
-        measured += 1
-        return SOME
-
-    scales = []
+    decoder, measure, scales = load_decoder(model), Mock(return_value=SOME), []
     for learnt in (0.9, 0.5, 1.0):  # of the table, as one process after the other finds it
-        scheduler = load_scheduler(decoder, 2048, 64, measure=count)
+        scheduler = load_scheduler(decoder, 2048, 64, measure=measure)
         scales.append(scheduler.costs.scale)
         scheduler.costs.scale = learnt
         save_scheduler(scheduler, decoder)
     assert scales == [1.0, 0.9, 1.0]
-    assert measured == 2
+    assert measure.call_count == 2
 
 
 def test_of_several_that_start_at_a_time_one_measures(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    decoder, measured = load_decoder(model), []
-    began = Barrier(3)
-
-    def one(*_: object) -> CostTable:
-        measured.append(SOME)
-        return SOME
+    decoder, measure, began = load_decoder(model), Mock(return_value=SOME), Barrier(3)
 
     def load(_: int) -> CostTable:
         began.wait()
-        return load_scheduler(decoder, 2048, 64, measure=one).costs.profiled
+        return load_scheduler(decoder, 2048, 64, measure=measure).costs.profiled
 
     with ThreadPoolExecutor(3) as pool:
         tables = list(pool.map(load, range(3)))
     assert tables == [SOME] * 3
-    assert len(measured) == 1
+    assert measure.call_count == 1
 
 
 @pytest.mark.parametrize(
