@@ -62,27 +62,32 @@ async def test_generate_prints_json(world: World, capsys: pytest.CaptureFixture[
     assert result["stats"]["batch_invariant"] is True
 
 
+@pytest.fixture
+def pipe(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], None]:
+    """Gives commands their standard input."""
+
+    def give(content: bytes) -> None:
+        stdin = io.TextIOWrapper(io.BytesIO(content), encoding="utf-8")
+        monkeypatch.setattr(sys, "stdin", stdin)
+
+    return give
+
+
 async def test_generate_reads_files_and_stdin(
-    world: World,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    world: World, capsys: pytest.CaptureFixture[str], pipe: Callable[[bytes], None], tmp_path: Path
 ) -> None:
     (tmp_path / "prompt").write_text("hi")
     assert await generate(world, "--file", str(tmp_path / "prompt")) == 0
     for words in (["-"], []):  # without a prompt a pipe is read
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hi")))
+        pipe(b"hi")
         assert await generate(world, *words) == 0
     assert capsys.readouterr().out == 3 * (TEXT + "\n")
 
 
 async def test_what_is_no_text_is_a_message(
-    world: World,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    world: World, capsys: pytest.CaptureFixture[str], pipe: Callable[[bytes], None], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\x80"), encoding="utf-8"))
+    pipe(b"a\x80")
     assert await generate(world, "-") == 2
     assert "standard input is not text in UTF-8: byte 1" in capsys.readouterr().err
     (tmp_path / "latin").write_bytes("naïve".encode("latin-1"))
@@ -142,13 +147,10 @@ def test_every_parameter_becomes_an_argument(tmp_path: Path) -> None:
     ],
 )
 async def test_bad_arguments(
-    world: World,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: list[str],
-    said: str,
-) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+    world: World, capsys: pytest.CaptureFixture[str], pipe: Callable[[bytes], None],
+    arguments: list[str], said: str,
+) -> None:  # fmt: skip
+    pipe(b"")
     assert await generate(world, *arguments) == 2
     assert said in capsys.readouterr().err
 

@@ -432,13 +432,10 @@ async def test_every_call_carries_the_clients_name(world: World) -> None:
         world.verifier.clients.clear()
         async with Client(world.address, cache_dir=None) as client:
             await client.generate(PROMPT, max_new_tokens=4)
-        assert {rpc for rpc, _ in world.verifier.clients} >= {
-            "CreateCache",
-            "Generate",
-            "ReleaseCache",
-        }
+        called = {rpc for rpc, _ in world.verifier.clients}
+        assert called >= {"CreateCache", "Generate", "ReleaseCache"}
         names.add(frozenset(name for _, name in world.verifier.clients))
-    assert [len(each) for each in names] == [1, 1]
+    assert [*map(len, names)] == [1, 1]
 
 
 async def test_a_closed_client_waits_for_no_verifier(short_folder: Path) -> None:

@@ -28,14 +28,8 @@ from paceline.client import (
 
 ODD: list[Any] = [
     *(range(2**32), range(2**80), itertools.count(), object(), ..., 1j, 10**5000),
-    *(
-        np.int64(3),
-        np.float32(0.5),
-        np.bool_(True),
-        np.array([1, 2]),
-        np.array(2.5),
-        np.zeros((2, 2)),
-    ),
+    *(np.int64(3), np.float32(0.5), np.bool_(True)),
+    *(np.array([1, 2]), np.array(2.5), np.zeros((2, 2))),
     *(torch.tensor(3), torch.tensor(0.5), torch.tensor([1, 2]), torch.tensor(True), Path("/x")),
     *("\ud800", "", "x", {}, [], (), {1, 2}, bytearray(b"x"), lambda *_: None),
 ]

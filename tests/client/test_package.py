@@ -21,22 +21,12 @@ def test_all_is_sorted_and_complete() -> None:
 
 
 SAY_IT = {
-    "token_id",
-    "token_ids",
-    "prompt_tokens",
-    "completion_tokens",
-    "usage",
-    "stats",
-    "address",
+    *("token_id", "token_ids", "prompt_tokens", "completion_tokens", "usage", "stats", "address"),
 }  # fields whose names say what they are
-TYPES = [
-    each
-    for each in map(vars(client).get, client.__all__)
-    if inspect.isclass(each) and not issubclass(each, Exception)
-]
+CLASSES = filter(inspect.isclass, map(vars(client).get, client.__all__))
 
 
-@pytest.mark.parametrize("kind", [each for each in TYPES if dataclasses.is_dataclass(each)])
+@pytest.mark.parametrize("kind", [*filter(dataclasses.is_dataclass, CLASSES)])
 def test_help_describes_each_field(kind: type) -> None:
     text = pydoc.plain(pydoc.render_doc(kind)).partition("Attributes:")[2].partition("Method")[0]
     for field in dataclasses.fields(kind):

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,7 @@ from paceline.client import InvalidRequestError, Model, TemplateProcess, render_
 from paceline.v1 import verifier_pb2
 
 MESSAGES = [{"role": "user", "content": "é 😀"}]
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 
 
@@ -17,33 +19,36 @@ def model_of(template: str) -> Model:
     return Model(verifier_pb2.GetModelResponse(name="m", chat_template=template), None)
 
 
+def rendered(process: TemplateProcess, template: str, **options: Any) -> asyncio.Task[Any]:
+    return asyncio.create_task(
+        asyncio.to_thread(process.render, model_of(template), MESSAGES, **options)
+    )
+
+
 @pytest.fixture(scope="module")
 def process() -> Iterator[TemplateProcess]:
-    found = TemplateProcess(seconds=0.5, memory=256 << 20)
-    yield found
-    found.close()
+    made = TemplateProcess(seconds=0.5, memory=256 << 20)
+    yield made
+    made.close()
 
 
 async def test_a_prompt_is_that_of_this_process(process: TemplateProcess) -> None:
     for _ in range(3):
-        assert await asyncio.to_thread(process.render, model_of(PLAIN), MESSAGES) == "<user>é 😀"
+        assert await rendered(process, PLAIN) == "<user>é 😀"
     options = {"continue_final_message": True, "variables": {"x": 1}}
-    assert (
-        await asyncio.to_thread(process.render, model_of(PLAIN), MESSAGES, **options)
-        == "<user>é 😀"
-    )
+    assert await rendered(process, PLAIN, **options) == "<user>é 😀"
     for template in ("{{ raise_exception('No: ä') }}", "{% if %}"):
         with pytest.raises(InvalidRequestError) as here:
             render_chat(model_of(template), MESSAGES)
         with pytest.raises(InvalidRequestError) as there:
-            await asyncio.to_thread(process.render, model_of(template), MESSAGES)
+            await rendered(process, template)
         assert str(here.value) == str(there.value)
 
 
 @pytest.mark.parametrize(
     "template",
     [
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        ENDLESS,
         "{% set x = range(99999) | list %}{% for i in x %}{% for j in x %}{% endfor %}{% endfor %}",
         "{% macro f(n) %}{% if n %}{{ f(n - 1) ~ f(n - 1) }}{% endif %}{% endmacro %}{{ f(90) }}",
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
@@ -62,15 +67,12 @@ async def test_a_prompt_is_that_of_this_process(process: TemplateProcess) -> Non
 )
 async def test_a_hostile_template_is_refused(process: TemplateProcess, template: str) -> None:
     with pytest.raises(InvalidRequestError, match="chat template"):
-        await asyncio.to_thread(process.render, model_of(template), MESSAGES)
-    assert await asyncio.to_thread(process.render, model_of(PLAIN), MESSAGES) == "<user>é 😀"
+        await rendered(process, template)
+    assert await rendered(process, PLAIN) == "<user>é 😀"
 
 
 async def test_the_event_loop_is_free_meanwhile(process: TemplateProcess) -> None:
-    template = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-    rendering = asyncio.ensure_future(
-        asyncio.to_thread(process.render, model_of(template), MESSAGES)
-    )
+    rendering = rendered(process, ENDLESS)
     turns = 0
     while not rendering.done():
         await asyncio.sleep(0.001)
@@ -87,10 +89,7 @@ def wait_for_start(process: TemplateProcess) -> None:
 
 async def test_closing_ends_what_is_rendered() -> None:
     process = TemplateProcess(seconds=600)
-    template = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-    rendering = asyncio.ensure_future(
-        asyncio.to_thread(process.render, model_of(template), MESSAGES)
-    )
+    rendering = rendered(process, ENDLESS)
     await asyncio.to_thread(wait_for_start, process)
     await asyncio.to_thread(process.close)
     with pytest.raises(InvalidRequestError):
