@@ -9,13 +9,8 @@ from fakes.transport import MockTransport
 
 from .conftest import Serve, Served
 
-TOKENS = {
-    "fim_prefix_token": "<PRE>",
-    "fim_suffix_token": "<SUF>",
-    "fim_middle_token": "<MID>",
-    "fim_repo_token": "<REPO>",
-    "fim_file_token": "<FILE>",
-}
+MARKS = {"prefix": "PRE", "suffix": "SUF", "middle": "MID", "repo": "REPO", "file": "FILE"}
+TOKENS = {f"fim_{name}_token": f"<{mark}>" for name, mark in MARKS.items()}
 EXTRA = [{"filename": "a.py", "text": "one"}, {"text": "two"}]
 SNIPPET = "\n\n--- snippet ---\n\n"
 
@@ -88,10 +83,8 @@ async def test_the_answer_has_the_fields_of_llama_cpp(served: Served) -> None:
     _, _, cut = await served.post("/infill", input_prefix="a", n_predict=3)
     assert (cut["content"], cut["stop_type"]) == ("mid", "limit")
     _, _, stopped = await served.post("/infill", input_prefix="a", stop=["\n"])
-    assert (stopped["content"], stopped["stop_type"], stopped["stopping_word"]) == (
-        *("mid", "word"),
-        "\n",
-    )
+    assert (stopped["content"], stopped["stop_type"]) == ("mid", "word")
+    assert stopped["stopping_word"] == "\n"
     _, _, read = await served.post("/infill", input_prefix="a", n_predict=0, samplers=[])
     assert (read["content"], read["tokens_predicted"]) == ("", 0)
     paths = ["content", "timings/prompt_n", "truncated", "timings/none", "content/x"]
