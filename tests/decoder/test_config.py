@@ -134,15 +134,10 @@ def test_auto_takes_gpus_apart_where_one_can_read_the_other(
 
 def test_named_devices_are_those_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
     with_gpus(monkeypatch, 2)
-    assert [str(find_device(name)) for name in ("cpu", "cuda", "cuda:1")] == [
-        "cpu",
-        "cuda:0",
-        "cuda:1",
-    ]
-    for name, problem in (
-        ("cuda:2", "one of the 2"),
-        ("tpu", "expected auto, cpu, cuda or cuda:N"),
-    ):
+    for name, device in {"cpu": "cpu", "cuda": "cuda:0", "cuda:1": "cuda:1"}.items():
+        assert str(find_device(name)) == device
+    problems = {"cuda:2": "one of the 2", "tpu": "expected auto, cpu, cuda or cuda:N"}
+    for name, problem in problems.items():
         with pytest.raises(ValueError, match=problem):
             find_device(name)
 

@@ -110,18 +110,12 @@ class ProgramBackend:
         program = Recorder(heads, torch.float32, numerics=self.numerics)
         q = program.rotate_queries(program.input(q_heads * dim))
         program.tap(program.attend(q, 0, call.window, call.sinks), 0)
+        caches = [_Cache(k, v) for k, v in zip(call.keys, call.values, strict=True)]
+        unturned = torch.tensor([1.0, 0.0]).repeat_interleave(dim // 2)
+        table = unturned.repeat(call.plan.longest + 1, 1)
+        probes, inputs = {0: call.probes} if call.probes else {}, call.q.flatten(1)
         done = NativeProgram(self.library, program.finish()).run(
-            Pass(
-                None,
-                call.plan,
-                [_Cache(k, v) for k, v in zip(call.keys, call.values, strict=True)],
-                torch.tensor([1.0, 0.0])
-                .repeat_interleave(dim // 2)
-                .repeat(call.plan.longest + 1, 1),
-                taps=(0,),
-                probes={0: call.probes} if call.probes else {},
-                inputs=call.q.flatten(1),
-            )
+            Pass(None, call.plan, caches, table, taps=(0,), probes=probes, inputs=inputs)
         )
         call.out.copy_(done.taps[0].view(call.q.shape))
 
@@ -248,20 +242,9 @@ class Case:
     def run_by(self, backend: Attends, cap: float = 0.0, sinks: Tensor | None = None) -> Tensor:
         """The same by a backend, with a soft cap of scores and sinks."""
         out = torch.empty(self.q.shape)
-        plan = plan_trees([self.block])
-        backend.attend(
-            AttentionCall(
-                self.q,
-                [self.key],
-                [self.value],
-                plan,
-                self.scale,
-                self.window,
-                out,
-                cap=cap,
-                sinks=sinks,
-            )
-        )
+        planes = [self.key], [self.value], plan_trees([self.block])
+        how = self.scale, self.window
+        backend.attend(AttentionCall(self.q, *planes, *how, out, cap=cap, sinks=sinks))
         return out
 
     def expected(self) -> tuple[Tensor, Tensor]:

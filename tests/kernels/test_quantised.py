@@ -30,22 +30,14 @@ def reference(weight: Tensor, bits: int) -> Tensor:
     seed=st.integers(0, 99),
     outlier=st.sampled_from([0.0, 1.0, 30.0]),
 )
-def test_eight_bits_are_q8_0(outs: int, blocks: int, seed: int, outlier: float) -> None:
+def test_eight_bits_are_q8_0_and_four_err_less_than_q4_1(
+    outs: int, blocks: int, seed: int, outlier: float
+) -> None:
     weight = matrix(outs, blocks, seed, outlier)
     assert torch.equal(quantise(weight, 8).dequantise(), reference(weight, 8))
-
-
-@given(
-    outs=st.integers(1, 9),
-    blocks=st.integers(1, 5),
-    seed=st.integers(0, 99),
-    outlier=st.sampled_from([0.0, 1.0, 30.0]),
-)
-def test_four_bits_err_less_than_q4_1(outs: int, blocks: int, seed: int, outlier: float) -> None:
-    weight = matrix(outs, blocks, seed, outlier)
-    found = quantise(weight, 4)
-    assert int(found.values.max()) <= 15
-    error = (found.dequantise() - weight).square().sum()
+    small = quantise(weight, 4)
+    assert int(small.values.max()) <= 15
+    error = (small.dequantise() - weight).square().sum()
     assert error <= 1.01 * (reference(weight, 4) - weight).square().sum()
 
 
