@@ -8,6 +8,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline.harness import ServiceProcess
 
+FREE_PORTS = [f"--{kind}-address=127.0.0.1:0" for kind in ("verifier", "drafter", "gateway")]
+
 
 @pytest.fixture(scope="session")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -109,38 +109,35 @@ def test_the_command_line_overrides_the_file(config: Path) -> None:
         ("[gateway]\nconfig = 'x'\n", r"\[gateway\] has no key 'config'"),
     ],
 )
-def test_invalid_files_are_refused(text: str, message: str, tmp_path: Path) -> None:
+def test_invalid_files_are_refused(text: str, message: str, config: Path) -> None:
     """The error names file, table and key, and what was perhaps meant."""
-    path = tmp_path / "c.toml"
-    path.write_text(text)
+    config.write_text(text)
     with pytest.raises(CommandError, match=message):
-        expanded("serve", "--config", str(path))
+        expanded("serve", "--config", str(config))
 
 
 @pytest.mark.parametrize("value", ["kv-bytes = 'much'", "max-context = 'x'", "weights = 'int5'"])
 def test_values_are_checked_as_those_of_the_command_line(
-    value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    value: str, config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "c.toml"
-    path.write_text(f"[verifier]\ntarget = '.'\n{value}\n")
+    config.write_text(f"[verifier]\ntarget = '.'\n{value}\n")
     with pytest.raises(SystemExit):
-        main(["verifier", f"--config={path}"])
+        main(["verifier", f"--config={config}"])
     key, _, given = value.partition(" = ")
     said = capsys.readouterr().err
     assert f"argument --{key}: " in said
     assert given in said
 
 
-def test_what_a_flag_turns_around_is_a_key_too(tmp_path: Path) -> None:
-    path = tmp_path / "c.toml"
+def test_what_a_flag_turns_around_is_a_key_too(config: Path) -> None:
     for text, becomes in {
         "prefix-caching = false": ["--no-prefix-caching"],
         "no-prefix-caching = true": ["--no-prefix-caching"],
         "prefix-caching = true": [],
         "share-weights = false": [],
     }.items():
-        path.write_text(f"[verifier]\n{text}\n")
-        assert expanded("verifier", f"--config={path}") == ["verifier", *becomes]
+        config.write_text(f"[verifier]\n{text}\n")
+        assert expanded("verifier", f"--config={config}") == ["verifier", *becomes]
 
 
 @pytest.mark.parametrize("command", [each.name for each in COMMANDS])

