@@ -1,6 +1,7 @@
 """The chat of the gateway's page. Run by `make browser`."""
 
 import re
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -36,6 +37,17 @@ and ![a picture](https://example.org/p.png)
 """
 
 
+def noted(answer: str) -> tuple[list[str], Callable[[str], str]]:
+    """A list, and what answers each prompt with a text, or its number, and notes it there."""
+    prompts: list[str] = []
+
+    def reply(prompt: str) -> str:
+        prompts.append(prompt)
+        return answer.format(len(prompts))
+
+    return prompts, reply
+
+
 async def send(page: playwright.Page, text: str) -> None:
     await page.fill("#chat .composer textarea", text)
     await page.press("#chat .composer textarea", "Enter")
@@ -47,35 +59,31 @@ async def answered(page: playwright.Page, turns: int) -> None:
     await expect(page.locator("#chat [name=send]")).to_be_enabled()
 
 
+async def ask(page: playwright.Page, text: str, turns: int = 1) -> None:
+    await send(page, text)
+    await answered(page, turns)
+
+
 async def test_turns_keep_their_history(chat_gateway, open_page: Open) -> None:
-    prompts: list[str] = []
-
-    def reply(prompt: str) -> str:
-        prompts.append(prompt)
-        return f"Answer *{len(prompts)}*"
-
+    prompts, reply = noted("Answer *{}*")
     async with chat_gateway(reply) as address, open_page(address) as page:
         await page.click("#settings summary")
         await page.fill("#settings [name=system]", "Be brief.")
-        await send(page, "First")
-        await answered(page, 1)
-        await send(page, "Second")
-        await answered(page, 2)
+        await ask(page, "First")
+        await ask(page, "Second", 2)
         turns = await page.locator(".turn .markdown, .turn.user .said").all_text_contents()
         assert [turn.strip() for turn in turns] == ["First", "Answer 1", "Second", "Answer 2"]
         assert prompts[-1] == (
             "<system>Be brief.<user>First<assistant>Answer *1*<user>Second<assistant>"
         )
         await page.click("#chat [name=new]")
-        await send(page, "Third")
-        await answered(page, 1)
+        await ask(page, "Third")
         assert prompts[-1] == "<system>Be brief.<user>Third<assistant>"
 
 
 async def test_markdown_is_rendered_and_nothing_in_it_runs(chat_gateway, open_page: Open) -> None:
     async with chat_gateway(lambda prompt: MARKDOWN) as address, open_page(address) as page:
-        await send(page, "Show me")
-        await answered(page, 1)
+        await ask(page, "Show me")
         answer = page.locator(".turn .markdown")
         assert await answer.locator("h1").text_content() == "A title"
         assert await answer.locator("strong").text_content() == "Bold"
@@ -106,8 +114,7 @@ async def test_tokens_are_marked_by_who_wrote_them(open_page: Open, services: Se
         for _ in range(20):
             # The drafter may not be ready before the text ends: once more.
             await page.click("#chat [name=new]")
-            await send(page, PROMPT)
-            await answered(page, 1)
+            await ask(page, PROMPT)
             if await drafted.count():
                 break
         else:
@@ -176,18 +183,12 @@ async def steps_can_be_picked(page: playwright.Page) -> None:
 
 
 async def test_a_reload_keeps_the_chat(chat_gateway, open_page: Open) -> None:
-    prompts: list[str] = []
-
-    def reply(prompt: str) -> str:
-        prompts.append(prompt)
-        return "An *answer*"
-
+    prompts, reply = noted("An *answer*")
     async with chat_gateway(reply) as address, open_page(address) as page:
         await page.click("#settings summary")
         await page.fill("#settings [name=system]", "Be brief.")
         await page.fill("#settings [name=key]", "private")
-        await send(page, "First")
-        await answered(page, 1)
+        await ask(page, "First")
         before = await page.locator(".thread").inner_html()
         await page.reload()
         await answered(page, 1)
@@ -197,8 +198,7 @@ async def test_a_reload_keeps_the_chat(chat_gateway, open_page: Open) -> None:
         assert "private" not in await page.evaluate(stored)
         await page.locator(".turn .answer em [data-token]").first.hover()
         await expect(page.locator("#chat .panel .step")).to_contain_text("Step ")
-        await send(page, "Second")
-        await answered(page, 2)
+        await ask(page, "Second", 2)
         assert prompts[-1] == (
             "<system>Be brief.<user>First<assistant>An *answer*<user>Second<assistant>"
         )
@@ -213,16 +213,14 @@ async def test_chats_are_kept_until_they_are_deleted(chat_gateway, open_page: Op
         choice, said = page.locator("#chat [name=chats]"), page.locator(".turn.user .said")
         for text in ("First", "Second"):
             await page.click("#chat [name=new]")
-            await send(page, text)
-            await answered(page, 1)
+            await ask(page, text)
         await page.evaluate("sessionStorage.clear()")  # as in another tab
         await page.reload()
         await expect(page.locator("#chat .welcome")).to_be_visible()
         assert await choice.locator("option").all_text_contents() == ["New chat", "Second", "First"]
         await choice.select_option("First")
         await expect(said).to_have_text("First")
-        await send(page, "Third")
-        await answered(page, 2)
+        await ask(page, "Third", 2)
         await page.reload()
         await answered(page, 2)
         assert await said.all_text_contents() == ["First", "Third"]
@@ -236,16 +234,10 @@ async def test_chats_are_kept_until_they_are_deleted(chat_gateway, open_page: Op
 
 
 async def test_edit_and_regenerate(chat_gateway, open_page: Open) -> None:
-    prompts: list[str] = []
-
-    def reply(prompt: str) -> str:
-        prompts.append(prompt)
-        return f"Answer {len(prompts)}"
-
+    prompts, reply = noted("Answer {}")
     async with chat_gateway(reply) as address, open_page(address) as page:
         for turn, text in enumerate(("First", "Second"), start=1):
-            await send(page, text)
-            await answered(page, turn)
+            await ask(page, text, turn)
         await page.locator(".turn.assistant").nth(1).get_by_text("Regenerate").click()
         await expect(page.locator(".turn .answer").nth(1)).to_have_text("Answer 3")
         assert prompts[2] == prompts[1]
@@ -256,8 +248,7 @@ async def test_edit_and_regenerate(chat_gateway, open_page: Open) -> None:
         await page.locator(".turn.user").first.get_by_text("Edit").click()
         assert await message.input_value() == ""
         await page.locator(".turn.user").first.get_by_text("Edit").click()
-        await send(page, "Other")
-        await answered(page, 1)
+        await ask(page, "Other")
         assert prompts[3] == "<user>Other<assistant>"
         await expect(page.locator(".turn.user .said")).to_have_text("Other")
         # What was there stays if nothing is answered.
@@ -296,12 +287,7 @@ async def test_a_cut_answer_is_continued(chat_gateway, open_page: Open) -> None:
 
 async def test_thoughts_are_apart(chat_gateway, open_page: Open) -> None:
     """The marks around them are shown nowhere, and none is sent again."""
-    prompts: list[str] = []
-
-    def reply(prompt: str) -> str:
-        prompts.append(prompt)
-        return "<think>I wonder</think>It *is*"
-
+    prompts, reply = noted("<think>I wonder</think>It *is*")
     async with chat_gateway(reply) as address, open_page(address) as page:
         await send(page, "Is it?")
         for _ in range(2):  # then after a reload
@@ -314,8 +300,7 @@ async def test_thoughts_are_apart(chat_gateway, open_page: Open) -> None:
             await thoughts.locator("[data-token]").last.hover()
             await expect(page.locator("#chat .panel .step")).to_contain_text('"r"')
             await page.reload()
-        await send(page, "More")
-        await answered(page, 2)
+        await ask(page, "More", 2)
         assert prompts[-1] == "<user>Is it?<assistant>It *is*<user>More<assistant>"
 
 
@@ -332,12 +317,7 @@ async def test_a_reload_keeps_what_was_written_of_an_answer(chat_gateway, open_p
 
 
 async def test_stop_keeps_what_was_written(chat_gateway, open_page: Open) -> None:
-    prompts: list[str] = []
-
-    def reply(prompt: str) -> str:
-        prompts.append(prompt)
-        return "A text without end"
-
+    prompts, reply = noted("A text without end")
     async with chat_gateway(reply, Unending) as address, open_page(address) as page:
         for turn, text in enumerate(("First", "Second")):
             await send(page, text)
@@ -384,8 +364,7 @@ async def test_an_answer_has_no_limit_but_the_context(chat_gateway, open_page: O
             async with open_page(address) as page:
                 await page.click("#settings summary")
                 await page.fill("#settings [name=max_tokens]", limit)
-                await send(page, "Hi")
-                await answered(page, 1)
+                await ask(page, "Hi")
                 await page.evaluate(FRAMES)
                 await expect(page.locator(".turn .answer")).to_have_text("x" * length)
                 figures = await page.locator(".turn .figures").text_content()
@@ -401,15 +380,13 @@ async def test_an_answer_has_no_limit_but_the_context(chat_gateway, open_page: O
 async def test_why_nothing_is_drafted(chat_gateway, open_page: Open, services: Services) -> None:
     async with chat_gateway(lambda prompt: "Hello") as address, open_page(address) as page:
         await expect(page.locator("#notice")).to_contain_text("no drafter")
-        await send(page, "Hi")
-        await answered(page, 1)
+        await ask(page, "Hi")
         await expect(page.locator("#chat .why")).to_contain_text("finds no drafter")
     async with open_page(services.gateway) as page:
         await give_key(page)
         await page.select_option("#settings [name=drafter]", "none")
         await page.fill("#settings [name=max_tokens]", "8")
-        await send(page, PROMPT)
-        await answered(page, 1)
+        await ask(page, PROMPT)
         await expect(page.locator("#chat .why")).to_contain_text("settings say")
         assert await page.locator("#chat .tree .node").count() == 0
 
@@ -438,8 +415,7 @@ async def test_keyboard_and_small_screens(chat_gateway, open_page: Open) -> None
 async def test_steps_are_those_of_the_verifier(chat_gateway, open_page: Open) -> None:
     """Also those that travel together: each of the letters and the end is one, but the prompt's."""
     async with chat_gateway(lambda prompt: "x" * 200) as address, open_page(address) as page:
-        await send(page, "one")
-        await answered(page, 1)
+        await ask(page, "one")
         sums = page.locator("#chat .panel dl")
         await expect(sums).to_contain_text("200, of which 0 had a draft")
         assert await page.locator("#chat .steps .plain").count() == 200
