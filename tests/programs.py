@@ -10,11 +10,11 @@ PACELINE = ("-m", "paceline.cli.main")  # the command, for `run_python`
 
 
 def run_python(
-    *words: str | Path, environment: Mapping[str, str] | None = None
+    *words: str | Path, environment: Mapping[str, str] | None = None, folder: Path | None = None
 ) -> "subprocess.CompletedProcess[str]":
-    """Run a new interpreter with these words, and variables beside those that are there."""
+    """Run a new interpreter with these words, in a folder, with variables beside those here."""
     return subprocess.run(
-        [sys.executable, *words], env={**os.environ, **(environment or {})},
+        [sys.executable, *words], cwd=folder, env={**os.environ, **(environment or {})},
         capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
 

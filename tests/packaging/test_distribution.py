@@ -4,13 +4,13 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import tomllib
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from programs import run_python
 
 from paceline.kernels._compile import levels_here
 
@@ -33,15 +33,7 @@ compiles = pytest.mark.skipif(
 
 
 def run(*command: str, folder: Path, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=folder,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    done = run_python(*command, folder=folder, environment=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
