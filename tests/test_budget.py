@@ -11,14 +11,14 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 BUDGET = {
-    "kernels": 10_066,
+    "kernels": 10_064,
     "services/common": 18_289,
     "services/verifier": 10_193,
     "services/drafter": 9_979,
     "client": 17_639,
     "train": 6_099,
     "bench": 6_700,
-    "tests": 49_025,
+    "tests": 49_026,
 }  # maximum number of lines
 SLACK = 0.01  # a folder that is smaller than its budget by a larger share lowers it
 _PRODUCT = ("kernels", "services", "client")

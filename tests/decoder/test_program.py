@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from decoder_cases import FAMILIES, extend, load, random_tokens, run
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from one_by_one import run_one_by_one
 from torch import Tensor
@@ -77,6 +77,7 @@ def batch(
 
 
 @settings(max_examples=15, suppress_health_check=list(HealthCheck))
+@example(name="gemma4-small", starts=[60, 1], steps=[0, 1], selects=True, seed=0)  # shared KV
 @given(
     name=st.sampled_from(sorted(FAMILIES)),
     starts=st.lists(st.sampled_from([0, 1, 60, 256, 300]), min_size=1, max_size=3),

@@ -100,12 +100,7 @@ def _rotate(run: OneByOne, op: Operation) -> Tensor:
         _rotated(run, op, x)
     else:
         q = _rotated(run, op, x)
-    if op.factors is not None:
-        q = q * op.factors
-    if op.layer in run.call.queries:
-        rows = send(torch.tensor(run.call.queries[op.layer]), q.device)
-        run.queries[op.layer] = q.index_select(0, rows)
-    return q
+    return q if op.factors is None else q * op.factors
 
 
 def _gate(run: OneByOne, op: Operation) -> Tensor:
@@ -249,6 +244,9 @@ def _planes(run: OneByOne, op: Operation) -> tuple[list[Plane], list[Plane]]:
 
 def _attend(run: OneByOne, op: Operation) -> Tensor:
     q, heads, call = run.scaled(op.source), run.program.heads, run.call
+    if op.layer in call.queries:
+        rows = send(torch.tensor(call.queries[op.layer]), q.device)
+        run.queries[op.layer] = q.index_select(0, rows)  # of the last layer that shares the caches
     keys, values = _planes(run, op)
     out = torch.empty(q.shape, dtype=run.program.dtype, device=q.device)
     tree_attention(
