@@ -245,6 +245,7 @@ def hub(tmp_path: Path) -> Iterator[Fetch]:
         server.shutdown()
 
 
+@pytest.mark.slow
 def test_a_model_of_a_hub_is_fetched_without_programs_and_pickles(
     hub: Fetch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -348,6 +348,7 @@ def test_a_damaged_model_is_one_line_before_anything_starts(
     assert line.startswith(f"paceline serve: cannot read {tmp_path / 'config.json'}: ")
 
 
+@pytest.mark.slow
 def test_one_may_load_what_is_in_the_working_folder(
     serve: Callable[..., Serve],
     target: Path,

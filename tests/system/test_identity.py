@@ -56,7 +56,9 @@ async def test_greedy_equals_transformers(
             assert ids_of(results) == expected[:few], name
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(
+    scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.slow)]
+)
 def verifier(
     request: pytest.FixtureRequest,
     models: dict[str, Path],

@@ -89,10 +89,7 @@ def methods(
 
 @pytest.mark.parametrize(
     "family",
-    [
-        pytest.param(each, marks=() if each in ("llama", "qwen3") else pytest.mark.slow)
-        for each in FAMILIES
-    ],
+    [pytest.param(each, marks=() if each == "llama" else pytest.mark.slow) for each in FAMILIES],
 )
 async def test_tokens_are_those_of_no_drafter(
     family: str, models: dict[str, Path], verifiers: Verifiers, methods: Methods

@@ -106,6 +106,7 @@ def test_texts_are_the_targets_likeliest_and_written_once(
     assert texts("other", 1) == few[:1] == texts("other", 2)
 
 
+@pytest.mark.slow
 def test_a_trained_model_drafts_better_under_a_budget(
     corpus: Corpus, make_run: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -133,7 +133,9 @@ def test_a_run_whose_time_is_over_prepares_and_steps_as_little_as_it_can(
     assert "reading held-out texts: 0 of " in said
 
 
-@pytest.mark.parametrize("kind", ["longspec", "dspark", "lm, rank 4"])
+@pytest.mark.parametrize(
+    "kind", ["longspec", "dspark", pytest.param("lm, rank 4", marks=pytest.mark.slow)]
+)
 def test_an_interrupted_run_goes_on_bit_for_bit(
     kind: str, trainers: dict[str, Train], make_run: MakeRun, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
