@@ -145,6 +145,12 @@ def raising(sequence: HostileSequence, budget: Budget, draws: random.Random) -> 
     raise RuntimeError("a drafter that always fails")
 
 
+@hostile
+def silent(sequence: HostileSequence, budget: Budget, draws: random.Random) -> TokenTree:
+    """Drafts nothing."""
+    return TokenTree((), ())
+
+
 @dataclass(frozen=True)
 class ReplayOptions:
     """Options of ``replay``: the probability, and the most nodes of a chain."""

@@ -9,6 +9,7 @@ import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from google.protobuf.message import Message
@@ -272,10 +273,11 @@ async def _check(
 ) -> dict[str, float]:
     """Generate greedily for every prompt with a loaded version, `NAME@VERSION`, of a drafter.
     Returns texts, drafted rounds, accepted length and draft time by name. Raises CommandError if
-    the drafter failed, timed out, or drafted an invalid tree or none."""
+    the version failed, timed out, or drafted an invalid tree or none."""
     total, why = Stats(), ""
     services = argparse.Namespace(**vars(args), retry_seconds=args.timeout)
-    drafting = DraftOptions(timeout=_CHECK_TIMEOUT, adaptive=False)
+    # Isolated: what the verifier remembers of equal texts would draft them without the version.
+    drafting = DraftOptions(timeout=_CHECK_TIMEOUT, adaptive=False, isolated=True)
     async with client_of(services, drafting=drafting) as client:
         for prompt in prompts:
             result = await client.generate(
@@ -286,15 +288,18 @@ async def _check(
                 why = f"failures while drafting: {dict(stats.fallbacks)}"
                 break
             total.merge(stats)
-    rounds = total.drafted_rounds
+    rounds = [
+        entry for entry in total.rounds
+        if entry.drafted and f"{entry.drafter}@{entry.version}" == drafter
+    ]  # fmt: skip
     if why or not rounds:
         why = why or "it drafted no tree"
         raise CommandError(f"{drafter} was loaded, failed the check and was unloaded: {why}", 1)
     return {
         "texts": len(prompts),
-        "rounds": rounds,
-        "accepted_length": total.mean_accepted_length,
-        "draft_ms": total.draft_ms / rounds,
+        "rounds": len(rounds),
+        "accepted_length": fmean(entry.emitted for entry in rounds),
+        "draft_ms": fmean(entry.draft_ms for entry in rounds),
     }
 
 
