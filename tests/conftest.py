@@ -27,12 +27,20 @@ settings.register_profile(
 settings.register_profile("fuzz", settings.get_profile("paceline"), max_examples=20_000)
 settings.load_profile("paceline")
 
+# What packs models, as far as it takes long to import.
+PACKING = ["paceline.convert.store", "transformers.models.llama.configuration_llama"]
+
 
 def pytest_collection_finish() -> None:
-    """Children that pack tiny models are forks of one process that has imported all modules.
+    """Services, and children that pack tiny models, are forks of one process that has imported all.
     What only GPUs have, such as KV in pages, runs by the reference kernels on the CPU."""
     if sandbox := sys.modules.get("paceline.convert.sandbox"):
         sandbox.START_METHOD = "forkserver"
+    if harness := sys.modules.get("paceline.harness"):
+        import forked_services
+
+        forkserver.set_forkserver_preload([*PACKING, *forked_services.PRELOADED])
+        harness.subprocess = forked_services  # type: ignore[attr-defined]
     if "paceline.kernels" in sys.modules:
         from paceline.bench import reference
 
@@ -45,8 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
     Those that tests start need none, and have not enough memory for one: compilers, and readers of
     tokenizers.
     """
-    preloaded = ["paceline.convert.store", "transformers.models.llama.configuration_llama"]
-    forkserver.set_forkserver_preload(preloaded)
+    forkserver.set_forkserver_preload(PACKING)
     runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
     if os.environ.get("PACELINE_SANITIZE") and runs_tests:
         forkserver.ensure_running()  # its forks load kernels, within less memory than a runtime's
