@@ -18,11 +18,12 @@ from programs import PACELINE
 
 from paceline.cli.main import main
 from paceline.harness import _run_forked
+from paceline.kv.policies import kv_policies
 
 __all__ = ["PIPE", "PRELOADED", "Popen", "TimeoutExpired"]
 
 PRELOADED = ["paceline.drafter.service", "paceline.gateway", "paceline.verifier.service"]
-_READ_LATE = {"PACELINE_TOKEN"}  # variables that no import reads
+_READ_LATE = {"PACELINE_TOKEN", "PYTHONPATH"}  # variables that no import reads
 _TESTS = Path(__file__).parent
 
 
@@ -32,7 +33,8 @@ class ForkedService:
     def __init__(self, words: list[str], log: str, env: dict[str, str]) -> None:
         context = get_context("forkserver")
         stdin, self.stdin = context.Pipe(duplex=False)
-        path = [folder for folder in sys.path if _TESTS not in Path(folder, "file").parents]
+        path = [*filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
+        path += [folder for folder in sys.path if _TESTS not in Path(folder, "file").parents]
         self._process = context.Process(target=_run, args=(words, log, stdin, env, path))
         self._process.start()
         atexit.register(self.stdin.close)  # before it waits for those that are left
@@ -74,4 +76,5 @@ def _run(
     os.environ.clear()
     os.environ.update(env)
     sys.path[:] = path
+    kv_policies.cache_clear()  # those of the path before
     _run_forked(main, words)
