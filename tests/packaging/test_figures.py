@@ -7,7 +7,7 @@ A comment behind a paragraph or table says where each of its figures comes from,
 A word that ends with a colon names a file of ``bench/results``. Every other word is a path below
 the file's ``results``, or from its top where it begins with ``/``. In a path ``_`` stands for what
 is neither letter nor digit, ``{a|b}`` for one value after the other, ``*`` for any name.
-``min(PATH)`` and ``max(PATH)`` are of all values that are found, ``ratio(PATH;PATH)`` and
+``min(PATH)``, ``max(PATH)`` and ``sum(PATH)`` are of all that are found, ``ratio(PATH;PATH)`` and
 ``less(PATH;PATH)`` of two: a / b, and 1 - a / b; ``ms(PATH)`` is of microseconds. Values are
 rounded as the text is, and are percentages or millions where it says so.
 """
@@ -17,6 +17,7 @@ import re
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ _NO_FIGURES = re.compile(
     )),
     re.MULTILINE | re.DOTALL,
 )  # fmt: skip
+_OF_ALL = {"min": min, "max": max, "sum": sum}
 _MARKER = re.compile(r"^<!--figures\s(.*?)-->", re.MULTILINE | re.DOTALL)
 
 
@@ -80,15 +82,14 @@ def values(found: Any, path: str) -> Iterator[float]:
 
 def evaluate(name: str, word: str) -> Iterator[float]:
     """The values of one word of a marker."""
-    call = re.fullmatch(r"(min|max|ratio|less|ms)\((.*)\)", word)
+    call = re.fullmatch(r"(min|max|sum|ratio|less|ms)\((.*)\)", word)
     found = [
         list(values(results(name), path[1:] if path.startswith("/") else f"results/{path}"))
         for part in (call[2] if call else word).split(";")
         for path in paths(part)
     ]
-    if call and call[1] in ("min", "max"):
-        every = [value for each in found for value in each]
-        yield min(every) if call[1] == "min" else max(every)
+    if call and call[1] in _OF_ALL:
+        yield _OF_ALL[call[1]](chain(*found))
         return
     every = [value for [value] in found]
     if call and call[1] in ("ratio", "less"):
