@@ -1,13 +1,32 @@
-"""Calls to services: how they end, and conditions that they make true."""
+"""Servers in the test's loop, how calls to them end, and conditions that they make true."""
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
+
+
+@asynccontextmanager
+async def started(
+    serve: Callable[..., Any], *given: Any, **options: Any
+) -> AsyncIterator[tuple[str, asyncio.Event, asyncio.Task[None]]]:
+    """Run `run_server` or `run_gateway` until the body ends: its address, the event that stops it
+    before, and its task."""
+    stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
+    options |= {"on_ready": ready.set_result, "stop_event": stop}
+    server = asyncio.create_task(serve(*given, **options))
+    await asyncio.wait([server, ready], return_when=asyncio.FIRST_COMPLETED)
+    try:
+        if not server.done():
+            yield ready.result(), stop, server
+    finally:
+        stop.set()
+        await server
 
 
 async def until(condition: Callable[[], bool]) -> None:

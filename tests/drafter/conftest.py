@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
+from calls import started
 from distributions import write_distribution
 from fakes import drafter as fake_drafter
 from fakes.exchange import VOCAB as VOCAB
@@ -51,24 +52,9 @@ class Drafting:
         return await self.peer.open(tokens, **fields)
 
 
-@asynccontextmanager
-async def running(service: Any, address: str, drain_seconds: float = 0.1) -> AsyncIterator[Any]:
-    """Run a service; yields the event that stops it."""
-    stop, ready = asyncio.Event(), asyncio.Event()
-    options = ServerOptions(address=address, drain_seconds=drain_seconds)
-    server = asyncio.create_task(
-        run_server(service, options, on_ready=lambda _: ready.set(), stop_event=stop)
-    )
-    waiting = asyncio.create_task(ready.wait())
-    await asyncio.wait({server, waiting}, return_when=asyncio.FIRST_COMPLETED)
-    waiting.cancel()
-    if server.done():
-        await server
-    try:
-        yield stop
-    finally:
-        stop.set()
-        await server
+def running(service: Any, address: str, drain_seconds: float = 0.1) -> Any:
+    """Run a service for the body, see `started`."""
+    return started(run_server, service, ServerOptions(address, drain_seconds=drain_seconds))
 
 
 @asynccontextmanager
@@ -91,7 +77,7 @@ async def drafting(
             service = build_service(
                 [DrafterSpec.parse(spec) for spec in specs], verifiers=[verifier.address], **options
             )
-            async with running(service, address, drain_seconds) as stop:
+            async with running(service, address, drain_seconds) as (_, stop, _):
                 peer = await verifier.peer()
                 assert peer.carrier == carrier
                 async with grpc.aio.insecure_channel(address) as channel:

@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from calls import started
 from fakes.transport import MockTransport
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from yarl import URL
@@ -45,26 +46,16 @@ Serve = Callable[..., AbstractAsyncContextManager[Served]]
 async def serve_gateway(
     transport: MockTransport, key: str = "any", **options: Any
 ) -> AsyncIterator[Served]:
-    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    stop = asyncio.Event()
-    async with Client(
-        transport=transport, cache_dir=None, retry=RetryOptions(budget=0), unread_chunks=4
-    ) as client:
-        server = asyncio.create_task(
-            run_gateway(
-                OneModel(client),
-                GatewayOptions(**{"address": "127.0.0.1:0", **options}),
-                on_ready=ready.set_result,
-                stop_event=stop,
-            )
-        )
-        url = f"http://127.0.0.1:{(await ready).rpartition(':')[2]}"
+    gateway, retry = GatewayOptions(**{"address": "127.0.0.1:0"} | options), RetryOptions(budget=0)
+    async with (
+        Client(transport=transport, cache_dir=None, retry=retry, unread_chunks=4) as client,
+        started(run_gateway, OneModel(client), gateway) as (address, stop, server),
+    ):
+        url = f"http://127.0.0.1:{address.rpartition(':')[2]}"
         plain = DefaultAsyncHttpxClient(verify=False)  # reads no certificates, which takes long
         given: Any = {"api_key": key, "max_retries": 0, "http_client": plain}
         async with AsyncOpenAI(base_url=f"{url}/v1", **given) as openai:
             yield Served(openai, transport, url, stop, server)
-        stop.set()
-        await server
 
 
 @pytest.fixture

@@ -90,19 +90,11 @@ def test_calls_are_read_in_each_form(form: str) -> None:
         assert parsed(none, [before + text]) == (before + text, "", [])
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "Use [TOOL_CALLS] to call.", "<tool_call>none</tool_call>", "[weather in Rom]", "a <b> c", "functools",
-        "[weather(", "[other(x=1)]", "<function=", "{'name': 1}", "</tool_call>", "x < y | z",
-        "<|python_tag|>print(1)", "[1, 2]", "[weather(city=__import__('os'))]",
-    ],
+NO_CALLS = (
+    "Use [TOOL_CALLS] to call.", "<tool_call>none</tool_call>", "[weather in Rom]", "a <b> c", "functools",
+    "[weather(", "[other(x=1)]", "<function=", "{'name': 1}", "</tool_call>", "x < y | z",
+    "<|python_tag|>print(1)", "[1, 2]", "[weather(city=__import__('os'))]",
 )  # fmt: skip
-def test_text_that_is_no_call_stays(text: str) -> None:
-    for pieces in ([text], list(text)):
-        content, _, calls = parsed(parser_of(USE, frozenset()), pieces)
-        assert content == text
-        assert calls == []
 
 
 # Marks and brackets within the texts of calls.
@@ -134,6 +126,7 @@ def test_what_a_text_of_a_call_contains_ends_nothing(around: str, call: str, val
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
+        *((text, (text, [])) for text in NO_CALLS),
         ('<tool_call>{"name": "weather", "arguments": {"city": "Rom"}}}</tool_call>', ("", ONE)),
         ('<tool_call>\n```json\n{"name": "clock"}\n```\n</tool_call>', ("", [("clock", {})])),
         ('<tool_call>{"name": "clock", "arguments": null}</tool_call>', ("", [("clock", {})])),
@@ -158,6 +151,7 @@ def test_what_a_text_of_a_call_contains_ends_nothing(around: str, call: str, val
     ],
 )
 def test_damaged_calls_are_read_as_far_as_they_are_clear(text: str, expected: Any) -> None:
+    """And a text that is no call stays."""
     for pieces in ([text], list(text)):
         content, _, calls = parsed(parser_of(USE, frozenset()), pieces)
         assert (content, calls) == expected

@@ -17,7 +17,6 @@ from .test_call_forms import FORMS, TOOLS, USE, Harmony, parsed
 TEMPLATE = "{% for m in messages %}{{ m.reasoning_content }}{{ m.content }}{% endfor %}{{ tools }}"
 ASK = [{"role": "user", "content": "x"}]
 NONE, NAMED = ToolUse([], "none"), ToolUse(TOOLS, "named", name="weather")
-NAME: Any = {"type": "function", "function": {"name": "weather"}}
 
 
 FINAL = "<|end|><|start|>assistant<|channel|>final<|message|>"

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
-from calls import until
+from calls import started, until
 from certificates import Authority, Pair
 
 from paceline.service import ServerOptions, run_server
@@ -47,25 +47,9 @@ class Served:
 @asynccontextmanager
 async def served(options: ServerOptions) -> AsyncIterator[Served]:
     """Serve a toy for the body, over a real socket."""
-    service, stop = Toy(), asyncio.Event()
-    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    running = asyncio.create_task(
-        run_server(
-            service,
-            options,
-            metrics=new_registry() if options.metrics_address else None,
-            on_ready=ready.set_result,
-            stop_event=stop,
-        )
-    )
-    await asyncio.wait({running, ready}, return_when=asyncio.FIRST_COMPLETED)
-    if running.done():
-        await running
-    try:
-        yield Served(service, await ready, stop, running)
-    finally:
-        stop.set()
-        await running
+    service, metrics = Toy(), new_registry() if options.metrics_address else None
+    async with started(run_server, service, options, metrics=metrics) as server:
+        yield Served(service, *server)
 
 
 @pytest.fixture

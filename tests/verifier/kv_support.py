@@ -43,18 +43,13 @@ async def following_states(
     return exchange, states
 
 
-async def mapping(client: Client, created: Any, *layers: int) -> Any:
-    exchange = joined_exchange(client)
+async def mapping(client: Client, created: Any, *layers: int, window: int | None = None) -> Any:
+    """Keys and values; with a window hidden states."""
+    exchange, cache = joined_exchange(client), (client.address, created.read_grant, layers)
     try:
-        return await exchange.map_cache(client.address, created.read_grant, layers)
-    finally:
-        await exchange.close()
-
-
-async def mapping_states(client: Client, created: Any, *layers: int, window: int = 0) -> Any:
-    exchange = joined_exchange(client)
-    try:
-        return await exchange.open_states(client.address, created.read_grant, layers, window, "map")
+        if window is None:
+            return await exchange.map_cache(*cache)
+        return await exchange.open_states(*cache, window, "map")
     finally:
         await exchange.close()
 

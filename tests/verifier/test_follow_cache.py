@@ -10,7 +10,7 @@ import torch
 from calls import refusal, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_support import caught_up, following, following_states, mapping_states
+from kv_support import caught_up, following, following_states, mapping
 from verifier_support import LAYOUT, MEMORY, Client
 
 from paceline.drafter.kv import KvGone
@@ -215,7 +215,7 @@ async def test_a_stream_ends_with_its_connection_or_cache(client: Client) -> Non
     await sent.wait_for(len(PROMPT) + 1, 60)
     assert sent.received < received + 3 * ROW, "rows are sent once"
     first, rows = sent.read(0, len(PROMPT) + 1)
-    mapped = await mapping_states(client, created, 0)
+    mapped = await mapping(client, created, 0, window=0)
     assert first == 0
     assert torch.equal(rows, mapped.read(0, len(PROMPT) + 1)[1])
     mapped.close()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from calls import until
-from kv_support import caught_up, following, following_states, mapping, mapping_states, rounds
+from kv_support import caught_up, following, following_states, mapping, rounds
 from open_files import MEMORY, open_files
 from verifier_support import LAYOUT, PROMPT, Client, Serve
 
@@ -58,7 +58,7 @@ async def test_only_requested_layers_are_kept(client: Client) -> None:
     assert sizes[2] - sizes[0] == (256 + 512) * hidden
     for created, layers in ((plain, (0,)), (tapped, (0,)), (narrow, (0, 1))):
         with pytest.raises(KvNotShared, match="but the cache keeps those of"):
-            await mapping_states(client, created, *layers)
+            await mapping(client, created, *layers, window=0)
 
 
 def cache_slots(client: Client) -> int:
@@ -90,7 +90,7 @@ async def test_a_fork_has_hidden_states(
         text, parent_handle=older.handle, drafter=await client.reader(0, window=window)
     )
     assert fork.reused_tokens == reused
-    states = await mapping_states(client, fork, 0, window=window)
+    states = await mapping(client, fork, 0, window=window)
     first, rows = states.read(0, len(text))
     assert first == (len(text) - window if window else 0)
     assert torch.equal(rows, outputs(model, text, (0,))[first:])
@@ -115,7 +115,7 @@ async def test_a_fork_claims_no_states_that_its_parent_lacks(client: Client) -> 
 
 async def test_overwritten_rows_are_dropped(client: Client) -> None:
     created = await client.create(PROMPT, drafter=await client.reader(0, window=16))
-    states = await mapping_states(client, created, 0, window=16)
+    states = await mapping(client, created, 0, window=16)
     (cache,) = client.service.store
     segment = cache.sequence.kv
     assert segment.taps is not None
@@ -155,7 +155,7 @@ async def test_readers_have_what_the_verifier_committed(
         created = await client.create(prompt, drafter=drafter, **FIELDS)
         (cache,) = client.service.store
         mapped = await mapping(client, created, 0, -1)
-        states = await mapping_states(client, created, 1, 0, window=window)
+        states = await mapping(client, created, 1, 0, window=window)
         exchange, followed = await following(client, created)
         states_exchange, sent = await following_states(client, created, 1, 0, window=window)
         expected = outputs(models[name], [*prompt, *truth], (1, 0), kv)

@@ -16,7 +16,7 @@ import grpc
 import pytest
 import tiny_models
 import torch
-from calls import refusal
+from calls import refusal, started
 from fakes.exchange import Drafter, DrafterService
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -261,28 +261,17 @@ async def serving(target: Path, socket: Path, **options: Any) -> AsyncIterator[C
     """
     defaults = {"kv_bytes": 1 << 28, "schedule": "off", "prefix_caching": False, "sources": ()}
     service = build_service(target, **{**defaults, **options})
-    stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
-    address = ServerOptions(address=f"unix:{socket}", drain_seconds=0.01)
-    server = asyncio.create_task(
-        run_server(service, address, on_ready=ready.set_result, stop_event=stop)
-    )
-    try:
+    place = ServerOptions(address=f"unix:{socket}", drain_seconds=0.01)
+    long = [("grpc.max_send_message_length", -1)]
+    async with contextlib.AsyncExitStack() as server:
         with patch.object(service_module, "gc", Mock()):
-            await asyncio.wait([server, ready], return_when=asyncio.FIRST_COMPLETED)
-        if server.done():
-            server.result()
-        address = ready.result()
-        async with grpc.aio.insecure_channel(
-            address, options=[("grpc.max_send_message_length", -1)]
-        ) as channel:
+            address, *_ = await server.enter_async_context(started(run_server, service, place))
+        async with grpc.aio.insecure_channel(address, options=long) as channel:
             stub = verifier_pb2_grpc.VerifierServiceStub(channel)
             async with DrafterService(service, channel) as drafters:
                 yield Client(service, stub, channel, address, drafters)
-    finally:
-        stop.set()
-        await server
-        service.store.check_integrity()
-        assert len(service.store) == 0
+    service.store.check_integrity()
+    assert len(service.store) == 0
 
 
 @contextlib.contextmanager

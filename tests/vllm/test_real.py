@@ -13,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +23,7 @@ from typing import Any
 import grpc
 import openai
 import pytest
+from calls import eventually
 
 from paceline.harness import ServiceProcess
 from paceline.v1 import drafter_pb2, drafter_pb2_grpc
@@ -65,7 +65,7 @@ def vllm(
     process, url = begin(model, log, speculative, variables)
     try:
         try:
-            until(lambda: answers(f"{url}/health", process, log), START_SECONDS)
+            eventually(lambda: answers(f"{url}/health", process, log), "it answers", START_SECONDS)
         except AssertionError:
             if process.poll() is None or "paceline/vllm/" in first_errors(log):
                 raise
@@ -73,7 +73,7 @@ def vllm(
             print(first_errors(log))
             end(process)
             process, url = begin(model, log, speculative, variables)
-            until(lambda: answers(f"{url}/health", process, log), START_SECONDS)
+            eventually(lambda: answers(f"{url}/health", process, log), "it answers", START_SECONDS)
         yield url
     finally:
         end(process)
@@ -134,13 +134,6 @@ def first_errors(log: Path) -> str:
     text = log.read_text(errors="replace")
     first = re.search(r"^.*(ERROR|Traceback|Fatal)", text, re.MULTILINE)
     return text[first.start() :][:6000] if first else text[-6000:]
-
-
-def until(condition: Callable[[], bool], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def ask(
@@ -251,7 +244,7 @@ def test_drafts_of_a_service_are_accepted_and_change_no_text(
 ) -> None:
     before = running.joined()
     with running.drafter("first"):
-        until(lambda: running.joined() > before)
+        eventually(lambda: running.joined() > before, "it has joined")
         assert [ask(running.url, prompt) for prompt in PROMPTS] == texts
         assert running.accepted("first") > 100
 
@@ -259,7 +252,7 @@ def test_drafts_of_a_service_are_accepted_and_change_no_text(
 def test_a_drafter_that_is_killed_in_mid_stream(running: Running, texts: list[str]) -> None:
     before = running.joined()
     with running.drafter("killed") as drafter:
-        until(lambda: running.joined() > before)
+        eventually(lambda: running.joined() > before, "it has joined")
 
         killed: list[int] = []
 
@@ -278,7 +271,7 @@ def test_versions_are_swapped_in_mid_stream_and_rolled_back(
 ) -> None:
     before = running.joined()
     with running.drafter("swapped") as drafter, grpc.insecure_channel(drafter.address) as channel:
-        until(lambda: running.joined() > before)
+        eventually(lambda: running.joined() > before, "it has joined")
         registry: Any = drafter_pb2_grpc.DrafterRegistryServiceStub(channel)
         swapped: list[int] = []
 
