@@ -1,6 +1,6 @@
 """A gateway process before a verifier made of memory, which takes its time for each token.
 
-Prints its address, and serves until its standard input ends.
+Prints its URL, and serves until its standard input ends.
 """
 
 import asyncio
@@ -8,8 +8,7 @@ import sys
 
 from fakes.transport import MockTransport
 
-from paceline.client import Client, RetryOptions
-from paceline.gateway import GatewayOptions, OneModel, run_gateway
+from gateway.conftest import serve_gateway
 
 TEXT = "The quick brown fox jumps over the lazy dog. "
 TEMPLATE = (
@@ -22,17 +21,11 @@ SECONDS = 0.002  # time for each token
 async def _main() -> None:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_reader(0, stop.set)
-    options = GatewayOptions(address="127.0.0.1:0", chat_template=TEMPLATE, access_log=False)
     transport = MockTransport(TEXT)
     transport.merged, transport.step_seconds = 1, SECONDS
-    retry = RetryOptions(budget=0)
-    async with Client(transport=transport, cache_dir=None, retry=retry) as client:
-        await run_gateway(
-            OneModel(client),
-            options,
-            on_ready=lambda address: print(address, flush=True),
-            stop_event=stop,
-        )
+    async with serve_gateway(transport, chat_template=TEMPLATE, access_log=False) as served:
+        print(served.url, flush=True)
+        await stop.wait()
 
 
 if __name__ == "__main__":

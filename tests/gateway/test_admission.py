@@ -84,7 +84,9 @@ async def test_bodies_that_do_not_end_keep_nobody_out(serve: Serve) -> None:
 async def test_bodies_take_bounded_memory(serve: Serve) -> None:
     """The oldest unfinished one is refused where there is no memory for another."""
     async with serve(MockTransport("x"), max_body_bytes=BODY) as served:
-        async with _all([upload(served, sent=BODY - 1) for _ in range(20)]) as uploads:
+        async with contextlib.AsyncExitStack() as stack:
+            begun = [upload(served, sent=BODY - 1) for _ in range(20)]
+            uploads = [await stack.enter_async_context(body) for body in begun]
             fitting = admission.LONG_BODIES
             for each in uploads[: -fitting - 1]:
                 status, headers, body = await each.answer()
@@ -97,12 +99,6 @@ async def test_bodies_take_bounded_memory(serve: Serve) -> None:
             assert (await served.post("/v1/completions", **long))[0] == 200
             await uploads[-1].send(b"x")
             assert (await uploads[-1].answer())[0] == 400
-
-
-@asynccontextmanager
-async def _all(uploads: list[Any]) -> AsyncIterator[list[Upload]]:
-    async with contextlib.AsyncExitStack() as stack:
-        yield [await stack.enter_async_context(each) for each in uploads]
 
 
 async def test_a_slow_body_is_refused(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,8 +115,8 @@ def attacked() -> Iterator[Attacked]:
     ) as gateway:
         assert gateway.stdout is not None
         assert gateway.stdin is not None
-        address = gateway.stdout.readline().decode().strip()
-        yield Attacked(f"http://{address}", psutil.Process(gateway.pid))
+        url = gateway.stdout.readline().decode().strip()
+        yield Attacked(url, psutil.Process(gateway.pid))
         gateway.stdin.close()
         assert gateway.wait(60) == 0
 

@@ -210,10 +210,7 @@ def test_an_argument_in_tags_has_a_type_of_its_schema(schema: Any, text: str, va
 
 
 def test_types_of_a_schema_with_many_ways_to_the_same_part_are_found_at_once() -> None:
-    levels = {
-        str(n): {"anyOf": [{"$ref": f"#/$defs/{n + 1}"}, {"$ref": f"#/$defs/{n + 1}"}]}
-        for n in range(50)
-    }
+    levels = {str(n): {"anyOf": [{"$ref": f"#/$defs/{n + 1}"}] * 2} for n in range(50)}
     parameters = {"properties": {"city": {"$ref": "#/$defs/0"}}, "$defs": {**levels, "50": S}}
     use = ToolUse([Tool(function=Function(name="weather", parameters=parameters))], "auto")
     text = "<function=weather><parameter=city>1</parameter></function>"

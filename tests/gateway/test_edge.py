@@ -201,11 +201,13 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> CollectorRegistry:
     return registry
 
 
-async def test_requests_are_counted_as_they_end(serve: Serve, registry: CollectorRegistry) -> None:
-    def count(status: int) -> float:
-        labels = {"path": PATH, "status": str(status)}
-        return registry.get_sample_value("specdec_gateway_requests_total", labels) or 0
+def counted(registry: CollectorRegistry, status: int) -> float:
+    """Completions that ended with a status."""
+    labels = {"path": PATH, "status": str(status)}
+    return registry.get_sample_value("specdec_gateway_requests_total", labels) or 0
 
+
+async def test_requests_are_counted_as_they_end(serve: Serve, registry: CollectorRegistry) -> None:
     def value(name: str) -> float:
         return registry.get_sample_value(name) or 0
 
@@ -221,7 +223,7 @@ async def test_requests_are_counted_as_they_end(serve: Serve, registry: Collecto
             await wrong.completions.create(model="mock", prompt="a")
         await served.openai.models.retrieve("mock")
         await served.ask("GET", "/health")
-    assert (count(200), count(404), count(401)) == (2, 1, 1)
+    assert [counted(registry, status) for status in (200, 404, 401)] == [2, 1, 1]
     one = {"path": "/v1/models/{name}", "status": "200"}
     assert registry.get_sample_value("specdec_gateway_requests_total", one) == 1
     assert value("specdec_gateway_prompt_tokens_total") == 3 + 3 + 1 + 1 + 2
@@ -237,19 +239,20 @@ async def test_requests_are_counted_as_they_end(serve: Serve, registry: Collecto
     )
 
 
-async def test_a_disconnect_is_counted_as_499(serve: Serve, registry: CollectorRegistry) -> None:
-    def count(status: int) -> float | None:
-        labels = {"path": PATH, "status": str(status)}
-        return registry.get_sample_value("specdec_gateway_requests_total", labels)
-
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_disconnect_releases_the_cache_and_is_counted_as_499(
+    serve: Serve, registry: CollectorRegistry, stream: bool
+) -> None:
     async with serve(MockTransport("x" * 50_000)) as served:
-        body = {"model": "mock", "prompt": "a", "max_tokens": 50_000}
+        body = {"model": "mock", "prompt": "a", "max_tokens": 50_000, "stream": stream}
         async with aiohttp.ClientSession() as session:
             call = asyncio.create_task(session.post(f"{served.url}{PATH}", json=body))
             await until(lambda: served.transport.open_caches == 1)
             assert registry.get_sample_value("specdec_gateway_requests_in_flight") == 1
-            call.cancel()
-            await until(lambda: count(499) == 1)
+            (await call).close() if stream else call.cancel()
+            await until(lambda: served.transport.open_caches == 0)
+            await until(lambda: counted(registry, 499) == 1)
+        assert not served.server.done(), "it serves on"
 
 
 async def test_the_endpoint_requires_the_key() -> None:

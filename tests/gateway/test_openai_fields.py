@@ -88,10 +88,8 @@ def function(path: str, name: str = "shell") -> dict[str, Any]:
 
 
 def named(path: str, name: str) -> dict[str, Any]:
-    return {
-        "type": "function",
-        **({"name": name} if path == "responses" else {"function": {"name": name}}),
-    }
+    facts = {"name": name}
+    return {"type": "function", **(facts if path == "responses" else {"function": facts})}
 
 
 OTHER_TOOLS = [

@@ -80,13 +80,10 @@ async def test_required_calls_are_a_schema(serve: Serve) -> None:
 
 async def test_a_named_function_is_called(serve: Serve) -> None:
     async with serve(MockTransport('{"city":"Rom"}'), chat_template=PLAIN) as served:
-        asked: Any = {
-            "model": "mock",
-            "messages": ASK,
-            "tools": [WEATHER, CLOCK],
-            "tool_choice": {"type": "function", "function": {"name": "weather"}},
-        }
-        answer = await served.openai.chat.completions.create(**asked)
+        name: Any = {"type": "function", "function": {"name": "weather"}}
+        answer = await served.openai.chat.completions.create(
+            model="mock", messages=ASK, tools=[WEATHER, CLOCK], tool_choice=name
+        )
         (call,) = answer.choices[0].message.tool_calls or ()
         assert call.type == "function"
         assert (call.function.name, call.function.arguments) == ("weather", '{"city":"Rom"}')
