@@ -1,11 +1,11 @@
 """Templates that compute without end or fill the memory end their own process, and nothing else."""
 
 import asyncio
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from calls import until
 
 from paceline.client import InvalidRequestError, Model, TemplateProcess, render_chat
 from paceline.v1 import verifier_pb2
@@ -82,15 +82,10 @@ async def test_the_event_loop_is_free_meanwhile(process: TemplateProcess) -> Non
         await rendering
 
 
-def wait_for_start(process: TemplateProcess) -> None:
-    while "not started" in repr(process):
-        time.sleep(0.001)
-
-
 async def test_closing_ends_what_is_rendered() -> None:
     process = TemplateProcess(seconds=600)
     rendering = rendered(process, ENDLESS)
-    await asyncio.to_thread(wait_for_start, process)
+    await until(lambda: "not started" not in repr(process))
     await asyncio.to_thread(process.close)
     with pytest.raises(InvalidRequestError):
         await rendering

@@ -23,9 +23,7 @@ def facts(span: ReadableSpan) -> dict[str, object]:
     return dict(span.attributes or {})
 
 
-async def test_it_is_part_of_the_callers_trace(
-    world: World, client: Client, recording: Recorder
-) -> None:
+async def test_it_is_part_of_the_callers_trace(client: Client, recording: Recorder) -> None:
     outer = recording.tracer.start_span("handle request")
     with trace.use_span(outer, end_on_exit=True):
         await client.generate(PROMPT, max_new_tokens=4, seed=SEED)
@@ -66,9 +64,7 @@ async def test_a_failure_before_the_model_is_known(client: Client, recording: Re
     assert root.status.status_code is StatusCode.ERROR
 
 
-async def test_a_generation_cut_short_ends_its_spans(
-    world: World, client: Client, recording: Recorder
-) -> None:
+async def test_a_generation_cut_short_ends_its_spans(client: Client, recording: Recorder) -> None:
     generation = client.generate(PROMPT, max_new_tokens=150, seed=SEED)
     async for _ in generation:
         generation.cancel()

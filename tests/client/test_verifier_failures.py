@@ -131,14 +131,6 @@ async def test_a_position_that_the_verifier_does_not_have_is_prefilled_again(
     assert len(world.verifier.creates) == 2
 
 
-async def test_a_stream_that_another_one_replaced_is_an_error(world: World, client: Client) -> None:
-    superseded = status(grpc.StatusCode.ABORTED, "STREAM_SUPERSEDED", "a newer stream")
-    world.verifier.fail_at((20, superseded))
-    with pytest.raises(ServerError) as caught:
-        await client.generate(PROMPT, max_new_tokens=60, seed=SEED)
-    assert caught.value.reason == "STREAM_SUPERSEDED"
-
-
 async def test_another_model_after_a_restart_is_an_error(world: World, client: Client) -> None:
     world.verifier.next_fingerprint = "0" * 64
     world.verifier.fail_at((20, "restart"))
@@ -207,12 +199,20 @@ async def test_a_deadline_ends_the_generation_and_frees_the_cache(
     await world.verifier.all_released()
 
 
-@pytest.mark.parametrize(("reason", "creates"), [("STEP_FAILED", 2), ("A_BUG", 1)])
+@pytest.mark.parametrize(
+    ("code", "reason", "creates"),
+    [
+        (grpc.StatusCode.INTERNAL, "STEP_FAILED", 2),
+        (grpc.StatusCode.INTERNAL, "A_BUG", 1),
+        (grpc.StatusCode.ABORTED, "STREAM_SUPERSEDED", 1),
+    ],
+)
 async def test_a_second_fault_is_raised(
-    world: World, client: Client, reason: str, creates: int
+    world: World, client: Client, code: grpc.StatusCode, reason: str, creates: int
 ) -> None:
-    failed = status(grpc.StatusCode.INTERNAL, reason, "a bug there")
-    world.verifier.fault = lambda *_: failed
+    """At once, where no second try can help."""
+    failed = status(code, reason, "a bug there")
+    world.verifier.fault = lambda position: failed if position >= 20 else None
     with pytest.raises(ServerError, match="a bug there") as caught:
         await client.generate(PROMPT)
     assert caught.value.reason == reason
