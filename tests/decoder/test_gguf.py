@@ -235,7 +235,7 @@ TEXTS = [
 ]
 
 
-def test_the_tokenizer_is_that_of_the_folder(models: dict[str, Path], tmp_path: Path) -> None:
+def test_the_tokenizer_is_that_of_the_folder(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "folder", "llama", vocab_size=302)
     train_tokenizer(TEXTS[:4], 300).save_pretrained(folder)
     original = Tokenizer.from_file(str(folder / "tokenizer.json"))

@@ -24,12 +24,11 @@ CONFIG = {
     "peft_type": "LORA", "r": 4, "lora_alpha": 6, "bias": "none",
     "target_modules": ["q_proj", "down_proj"],
 }  # fmt: skip
+Pairs = dict[str, tuple[Tensor, Tensor]]  # A and B of each module
 Q, DOWN = "model.layers.1.self_attn.q_proj", "model.layers.0.mlp.down_proj"
 
 
-def adapter(
-    folder: Path, base: Path, modules: dict[str, int], **config: Any
-) -> dict[str, tuple[Tensor, Tensor]]:
+def adapter(folder: Path, base: Path, modules: dict[str, int], **config: Any) -> Pairs:
     """Write a PEFT folder that changes modules, given their ranks; returns its A and B."""
     folder.mkdir()
     weights = load_file(base / "model.safetensors")
@@ -48,9 +47,7 @@ def adapter(
     return pairs
 
 
-def merged(
-    base: Path, to: Path, pairs: dict[str, tuple[Tensor, Tensor]], scales: dict[str, float]
-) -> Path:
+def merged(base: Path, to: Path, pairs: Pairs, scales: dict[str, float]) -> Path:
     """A folder of the model with an adapter's changes."""
 
     def change(weights: dict[str, Tensor]) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import BinaryIO
@@ -80,9 +81,7 @@ def test_a_packed_model_says_what_its_files_say(
             assert found.source_bytes == source.weight_bytes
 
 
-def test_a_second_start_reads_the_entry(
-    packed: Path, monkeypatch: pytest.MonkeyPatch, target: Path
-) -> None:
+def test_a_second_start_reads_the_entry(monkeypatch: pytest.MonkeyPatch, target: Path) -> None:
     reached: list[tuple[int, int]] = []
     expected = logits(prepare(target, progress=lambda *each: reached.append(each)).decoder())
     layers = prepare(target).description.config.layers
@@ -186,7 +185,7 @@ def test_an_entry_is_removed_while_it_is_used(packed: Path, share: bool, target:
     assert logits(model.decoder()).equal(expected), "its file is still open"
 
 
-def test_entries_are_listed_with_the_one_used_last_first(packed: Path, target: Path) -> None:
+def test_entries_are_listed_with_the_one_used_last_first(target: Path) -> None:
     for weights in ("float32", "int8"):
         prepare(target, weights)
     for entry in store.packed_models():
@@ -226,32 +225,28 @@ def test_other_files_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     os.close(file)
 
 
-def run_for_ever(_: Progress) -> None:
-    while True:
+def fail(how: str, _: Progress) -> object:
+    while how == "for ever":
         pass
+    if how == "by a signal":
+        os.kill(os.getpid(), 9)
+    return bytearray(2 << 30) if how == "of memory" else 1 // 0
 
 
-def take_memory(_: Progress) -> bytearray:
-    return bytearray(2 << 30)
-
-
-def end_by_a_signal(_: Progress) -> None:
-    os.kill(os.getpid(), 9)
-
-
-def fail(_: Progress) -> float:
-    return 1 // 0
-
-
-def test_a_child_that_takes_too_much_is_ended() -> None:
-    with pytest.raises(UnsupportedModelError, match="it takes more than 1 s"):
-        run_in_child(run_for_ever, "it", seconds=1, memory=1 << 30)
-    with pytest.raises(UnsupportedModelError, match="takes more than 1 GB of memory"):
-        run_in_child(take_memory, "it", seconds=60, memory=1 << 30)
-    with pytest.raises(UnsupportedModelError, match="it ended by signal 9"):
-        run_in_child(end_by_a_signal, "it", seconds=60, memory=1 << 30)
-    with pytest.raises(ZeroDivisionError):
-        run_in_child(fail, "it", seconds=60, memory=1 << 30)
+@pytest.mark.parametrize(
+    ("how", "seconds", "error", "message"),
+    [
+        ("for ever", 1, UnsupportedModelError, "it takes more than 1 s"),
+        ("of memory", 60, UnsupportedModelError, "takes more than 1 GB of memory"),
+        ("by a signal", 60, UnsupportedModelError, "it ended by signal 9"),
+        ("by an error", 60, ZeroDivisionError, "by zero"),
+    ],
+)
+def test_a_child_that_takes_too_much_is_ended(
+    how: str, seconds: int, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        run_in_child(partial(fail, how), "it", seconds=seconds, memory=1 << 30)
 
 
 _held = Lock()

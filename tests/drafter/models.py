@@ -408,6 +408,10 @@ class DenseDrafter(Dense):
         tied = load_config(target).tied
         self.head = self.embedding if tied else weights["lm_head.weight"]
 
+    def source(self, text: Sequence[int], seed: int) -> Any:
+        """Hidden states for a text."""
+        return made_up_states(self.config, len(text) - 1, seed)
+
     def whole(self, scores: Tensor) -> Tensor:
         """Logits of drafted tokens as those of all, ``[V]``."""
         if self.model.d2t is None:
@@ -449,10 +453,6 @@ class DenseDSpark(DenseDrafter):
 
     def __init__(self, folder: Path, target: Path) -> None:
         super().__init__(DSparkModel, *read_shape(DSparkConfig, folder), folder, target)
-
-    def source(self, text: Sequence[int], seed: int) -> FakeStates:
-        """Hidden states for a text."""
-        return made_up_states(self.config, len(text) - 1, seed)
 
     def block(self, text: Sequence[int], states: FakeStates) -> Tensor:
         """Hidden states of the positions that predict, ``[levels, hidden]``."""
@@ -505,10 +505,6 @@ class DenseDSpark(DenseDrafter):
 
 class DenseFeedback(DenseDrafter):
     """A drafter whose levels read states: each path by itself, one token after the other."""
-
-    def source(self, text: Sequence[int], seed: int) -> FakeStates:
-        """Hidden states for a text."""
-        return made_up_states(self.config, len(text) - 1, seed)
 
     def fused(self, states: Tensor) -> Tensor:
         """The target's states as inputs."""

@@ -26,11 +26,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("lm") / "lm", "qwen3", 5)
 
 
-def under(drafter: LmDrafter, budget: int) -> None:
-    """Sets the KV budget of the following rounds."""
-    drafter.options = replace(drafter.options, context=budget)
-
-
 def warmed(drafter: LmDrafter, text: list[int]) -> LmSequence:
     """A generation whose prompt is prefilled."""
     sequence = start(drafter, text)
@@ -46,7 +41,7 @@ def test_a_chain_is_the_sparse_models_own_text(model: Path, policy: str) -> None
     sequence = warmed(drafter, text)
     seen: list[tuple[int, list[int]]] = []
     for budget, kept in ((24, 2), (40, 0), (30, 1), (11, 2)):
-        under(drafter, budget)
+        drafter.options = replace(drafter.options, context=budget)
         begin = sequence.cached
         tree = sequence.draft(Budget(3, 3))
         chosen = sequence.selected.tolist()

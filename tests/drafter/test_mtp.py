@@ -189,9 +189,7 @@ def test_bad_heads_are_named(
         models.load("mtp", folder)
 
 
-def test_no_folder_and_files_without_heads_are_refused(
-    tmp_path: Path, targets: dict[str, Path]
-) -> None:
+def test_no_folder_and_files_without_heads_are_refused(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match="mtp,target=DIR or mtp:DIR"):
         models.load("mtp", None)
     plain = save_model(tmp_path / "plain", "llama")

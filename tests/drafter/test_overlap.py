@@ -10,7 +10,6 @@ from calls import until
 from fakes.drafter import FakeDrafter, FakeSequence
 
 from paceline.drafter.methods.base import Budget, Update
-from paceline.drafter.methods.selfspec import SelfSpecDrafter
 
 from .models import SAMPLINGS, VOCAB, load, recorded_kv, start, text_of, write_model
 from .test_selfspec import load as load_selfspec
@@ -50,14 +49,10 @@ def test_trees_are_those_of_a_drafter_that_waits(folder: Path, name: str) -> Non
     assert kept > 3
 
 
-def selfspec(folder: Path, text: list[int]) -> tuple[SelfSpecDrafter, list[int]]:
-    drafter = load_selfspec(folder, context=12, depth=5, min_survival=0)
-    return drafter, sparse_text(folder, text, len(text) - 1, 12, 11)
-
-
 def test_selfspec_continues_its_own_text(folder: Path) -> None:
     text = text_of(60, 4)
-    drafter, expected = selfspec(folder, text)
+    drafter = load_selfspec(folder, context=12, depth=5, min_survival=0)
+    expected = sparse_text(folder, text, len(text) - 1, 12, 11)
     sequence = start(drafter, text, recorded_kv(drafter.decoder, text, len(text) - 1))
     assert list(sequence.draft(Budget(5, 5)).tokens) == expected[:5]
     for _ in range(3):

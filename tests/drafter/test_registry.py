@@ -55,6 +55,10 @@ def refused(reason: str, call: Callable[[], object]) -> str:
     return error.value.message
 
 
+def end() -> None:
+    pytest.fail("the stream was ended")
+
+
 async def test_versions_are_numbered_or_named(registry: Registry) -> None:
     loaded = [await registry.load(spec("x=fake", version)) for version in ("", "2", "", "beta")]
     assert [v.version for v in loaded] == ["1", "2", "3", "beta"]
@@ -128,10 +132,6 @@ async def test_replaced_versions_are_unloaded_when_memory_is_needed(
     old, kept, new = [await registry.load(spec("x=fake"), activate=True) for _ in range(3)]
     unused = await registry.load(spec("x=fake"))
     full = spec("x=fake,fail=memory")
-
-    def end() -> None:
-        pytest.fail("the stream was ended")
-
     registry.attach(kept, end)
     with pytest.raises(LoadError, match="does not fit into memory"):
         await registry.load(full)
@@ -209,10 +209,6 @@ async def test_a_policy_that_scores_positions_is_announced(
 async def test_unloading_waits_for_streams(registry: Registry, disposed: Disposed) -> None:
     version = await registry.load(spec("x=fake"))
     await registry.load(spec("x=fake"))
-
-    def end() -> None:
-        pytest.fail("the stream was ended")
-
     registry.attach(registry.choose("x"), end)
     assert registry.unload("x", "1") is False
     assert version.info().draining

@@ -198,10 +198,8 @@ def test_nobody_but_the_owner_can_write(segment: Segment) -> None:
     assert torch.equal(segment.kv[..., :COMMITTED, :], before)
 
 
-def test_a_committed_length_is_bounded_by_the_capacity(segment: Segment) -> None:
-    kv = open_kv(segment, 0)
+def test_a_committed_length_is_bounded_by_the_capacity(segment: Segment, kv: SharedKv) -> None:
     committed = segment.header.committed
     segment.publish(1 << 60)
     assert kv.committed == CAPACITY
     segment.publish(committed)
-    kv.close()

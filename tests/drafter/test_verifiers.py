@@ -6,7 +6,6 @@ import asyncio
 import socket
 from pathlib import Path
 
-import grpc
 import pytest
 from calls import until
 from fakes.exchange import CARRIERS, Peer, fake_verifier
@@ -17,8 +16,6 @@ from paceline.service import OptionsError
 from paceline.v1 import drafter_pb2
 
 from .conftest import Drafting, drafting, load, running, unload
-
-CODE = grpc.StatusCode
 
 
 async def links(service: Drafting) -> list[drafter_pb2.VerifierLink]:

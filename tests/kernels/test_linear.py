@@ -58,10 +58,6 @@ def random_blocks(
     return QuantisedMatrix(values, scale, minimum if minima else None, bits, 1 << (bits - 1))
 
 
-def rotated(outs: int, ins: int, most: int, seed: int, bias: Tensor | None = None) -> PackedMatrix:
-    return pack_rotated(RotatedMatrix.of(random((outs, ins), seed), most), bias)
-
-
 def make(weight: Tensor, format: str) -> PackedMatrix:
     """A matrix in any format."""
     if format in FLOATS:
@@ -99,7 +95,7 @@ def matrices(draw: st.DrawFn) -> PackedMatrix:
         return pack(random((outs, draw(st.integers(1, 130))), seed), bias, format)
     if format == "rotated":
         ins, most = 8 * draw(st.integers(1, 200)), draw(st.sampled_from([1, 8, SIZE, DOWN_SIZE]))
-        return rotated(outs, ins, most, seed, bias)
+        return pack_rotated(RotatedMatrix.of(random((outs, ins), seed), most), bias)
     ins, bits = 32 * draw(st.integers(1, 40)), 8 if format == "int8" else 4
     return pack_quantised(
         random_blocks(outs, ins, bits, draw(st.booleans()), draw(st.booleans()), seed), bias

@@ -42,11 +42,9 @@ _DOCUMENTS = [list(range(20, 90))]
 
 @pytest.fixture(autouse=True)
 def short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own, "_TOGETHER", 6)
-    for name, value in {"_QUESTION": 6, "_ANSWER": 12, "_DOCUMENT_ANSWER": 12}.items():
+    lengths = {"_TOGETHER": 6, "_QUESTION": 6, "_ANSWER": 12, "_DOCUMENT_ANSWER": 12}
+    for name, value in (lengths | {"_EDIT": (4, 8), "_DOCUMENT": (16, 40)}).items():
         monkeypatch.setattr(own, name, value)
-    monkeypatch.setattr(own, "_EDIT", (4, 8))
-    monkeypatch.setattr(own, "_DOCUMENT", (16, 40))
 
 
 @pytest.fixture

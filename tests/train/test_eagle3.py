@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from drafter.shapes import randomised
 
 from paceline.drafter.methods.eagle3 import Eagle3Config
 from paceline.drafter.methods.mtp import MtpConfig
@@ -27,12 +27,8 @@ MTP = MtpConfig(
 
 
 def made(config: Eagle3Config | MtpConfig = CONFIG, **change: object) -> Any:
-    torch.manual_seed(0)
     kind = MtpModel if isinstance(config, MtpConfig) else Eagle3Model
-    model = kind(replace(config, **change))  # type: ignore[arg-type]
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, 0.5 if parameter.dim() == 1 else 0.0, 0.3)
-    return model
+    return randomised(kind(replace(config, **change)))  # type: ignore[arg-type]
 
 
 @torch.no_grad()

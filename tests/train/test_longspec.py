@@ -54,7 +54,9 @@ def test_offset_indices_are_those_of_algorithm_1(rows: int, length: int, spare: 
 def test_lags_are_those_of_the_masks(length: int, lags: list[int]) -> None:
     """Several lags in one pass, without masks, give what the dense layer gives with them."""
     model = _model()
-    embedded, keys, values = _inputs(length)
+    torch.manual_seed(length)
+    keys, values = torch.randn(2, 2, 2, length, 16).unbind(0)
+    embedded = torch.randn(2, length, 32)
     positions = torch.arange(length).expand(2, length)
     found = LaggedLayer(model)(embedded, positions, keys, values, lags, 0)
     for part, lag in zip(found, lags, strict=True):
@@ -164,9 +166,3 @@ def test_the_fused_loss_is_the_divergence_and_so_is_its_gradient(rows: int) -> N
     (expected,) = torch.autograd.grad(2 * plain, hidden)
     torch.testing.assert_close(fused, plain)
     torch.testing.assert_close(found, expected)
-
-
-def _inputs(length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    torch.manual_seed(length)
-    keys, values = torch.randn(2, 2, 2, length, 16).unbind(0)
-    return torch.randn(2, length, 32), keys, values

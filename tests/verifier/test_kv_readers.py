@@ -52,18 +52,14 @@ async def test_only_requested_layers_are_kept(client: Client) -> None:
     plain = await client.create(PROMPT)
     tapped = await client.create(PROMPT, drafter=await client.reader(1))
     narrow = await client.create(PROMPT, drafter=await client.reader(1, window=16))
-    sizes = [cache.sequence.kv.file_bytes for cache in client.service.store]
+    caches = [cache.sequence.kv for cache in client.service.store]
+    sizes = [kv.file_bytes for kv in caches]
     hidden = 48 * 4  # bytes of a row
-    assert sizes[1] - sizes[0] == cache_slots(client) * hidden
+    assert sizes[1] - sizes[0] == caches[0].capacity * hidden
     assert sizes[2] - sizes[0] == (256 + 512) * hidden
     for created, layers in ((plain, (0,)), (tapped, (0,)), (narrow, (0, 1))):
         with pytest.raises(KvNotShared, match="but the cache keeps those of"):
             await mapping(client, created, *layers, window=0)
-
-
-def cache_slots(client: Client) -> int:
-    (first, *_) = client.service.store
-    return first.sequence.kv.capacity
 
 
 @pytest.mark.parametrize(
@@ -231,12 +227,6 @@ async def map_cache(client: Client, read_grant: bytes) -> bytes | None:
         return os.pread(opened.fileno(), os.fstat(file).st_size, 0)
 
 
-def epoch(file: bytes) -> int:
-    (found,) = struct.unpack_from("=Q", file, 8)
-    assert isinstance(found, int)
-    return found
-
-
 async def test_the_header_leads_to_every_element(client: Client) -> None:
     """It has the layout, the committed length and the generation."""
     created = await client.create(PROMPT)
@@ -265,7 +255,7 @@ async def test_refusals(client: Client) -> None:
     created, other = await client.create(PROMPT), await client.create(PROMPT)
     file = await map_cache(client, other.read_grant)
     assert file is not None
-    assert epoch(file) == other.epoch
+    assert struct.unpack_from("=Q", file, 8) == (other.epoch,)
     await client.release(other.handle)
     before = open_files(MEMORY)
     for grant in (created.handle, other.read_grant, bytes(16)):

@@ -10,7 +10,6 @@ from verifier_support import Serve, text
 
 from paceline.convert import load_decoder, open_model, prepare
 from paceline.cuda.graphs import GraphRunner
-from paceline.decoder import Decoder
 from paceline.decoder.linear import FixedProducts
 from paceline.decoder.model import numerics_for
 from paceline.device import CPU, device_of
@@ -25,11 +24,6 @@ from paceline.verifier.served import check_steps
 from paceline.verifier.wiring import load_target
 
 GPU = torch.device("cuda", 0)
-
-
-def make_pool(decoder: Decoder, max_context: int) -> PagePool:
-    layout = KvLayout.of(decoder.config)
-    return PagePool(layout, CPU, kv_bytes=1 << 24, max_sequences=4, max_context=max_context)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +67,8 @@ def test_auto_is_the_fastest_numerics_that_change_a_bit_of_the_model(
 
 def test_a_check_leaves_no_page_taken(model: Path) -> None:
     decoder = load_target(prepare(model), VerifierOptions(), CPU)
-    pool = make_pool(decoder, 1024)
+    layout = KvLayout.of(decoder.config)
+    pool = PagePool(layout, CPU, kv_bytes=1 << 24, max_sequences=4, max_context=1024)
     decoder.products = FixedProducts({}, "", "")
     graphs: GraphRunner | None = None
     found = check_steps(decoder, graphs, pool)

@@ -48,10 +48,6 @@ def assert_bits(case: Case, found: Sequence[torch.Tensor], nodes: Sequence[int])
             assert torch.equal(ours[node], plain), f"node {node} of {case.block}"
 
 
-def some_nodes(count: int) -> list[int]:
-    return sorted({0, count // 3, count // 2, count - 1})
-
-
 @settings(max_examples=6)
 @given(
     start=st.sampled_from(BORDERS),
@@ -70,7 +66,8 @@ def test_any_node_of_any_tree(
     case = make_case(seed, start, parents, heads, dtype, window)
     planes = in_pages([case.key], [case.value], page) if page else ([case.key], [case.value])
     found = run([case.block], case.q, *planes, window)
-    assert_bits(case, found, some_nodes(len(parents)))
+    count = len(parents)
+    assert_bits(case, found, sorted({0, count // 3, count // 2, count - 1}))
 
 
 @pytest.mark.parametrize(("dtype", "window"), [(torch.float32, 30), (torch.bfloat16, None)])
