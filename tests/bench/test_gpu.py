@@ -7,13 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from paceline.bench.gpu import __main__ as gpu
 from paceline.bench.gpu import services
 
 TESTS = Path(__file__).parents[1] / "gpu"
-CUDA = torch.device("cuda")
 
 BLOCKER = """
 import importlib.abc, importlib.metadata, sys

@@ -155,9 +155,7 @@ def test_an_address_in_use_ends_the_start_before_a_model_loads(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         assert main(["serve", str(tmp_path), "--gateway-address", address]) == 2
     assert f"cannot listen on {address}" in capsys.readouterr().err

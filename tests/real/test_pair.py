@@ -4,7 +4,7 @@ model with sliding windows."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -38,6 +38,7 @@ TASKS = (
 )
 PROMPTS = [f"<|im_start|>user\n{task}<|im_end|>\n<|im_start|>assistant\n" for task in TASKS]
 TOKENS = 48
+Services = tuple[ServiceProcess, ServiceProcess]  # a verifier and a drafter that joins it
 
 
 def fetched(model: NamedModel) -> Path:
@@ -63,7 +64,7 @@ def test_greedy_texts_are_those_of_transformers(model: NamedModel) -> None:
 
 
 @pytest.fixture(scope="module")
-def services() -> Iterator[tuple[ServiceProcess, ServiceProcess]]:
+def services() -> Iterator[Services]:
     target, drafter = fetched(MODELS[TARGET]), fetched(MODELS[DRAFTER])
     verifier = ["--target", str(target), "--kv-bytes", str(1 << 31)]
     loads = [f"--load=lm=lm:{drafter},weights=int8", "--load=ngram"]
@@ -84,9 +85,7 @@ async def texts(client: Client, drafter: str, heat: float, count: int) -> list[G
 
 
 @pytest.mark.parametrize("heat", [0.0, 0.7])
-async def test_texts_are_identical(
-    heat: float, services: tuple[ServiceProcess, ServiceProcess]
-) -> None:
+async def test_texts_are_identical(heat: float, services: Services) -> None:
     """Without drafts one by one, with those of each source alone and eight at once."""
     verifier, _ = services
     async with (
@@ -103,13 +102,13 @@ async def test_texts_are_identical(
                 assert sum(each.stats.accepted for each in drafted) > 8 * TOKENS / 3
 
 
-def swap(services: Sequence[ServiceProcess]) -> None:
+def swap(services: Services) -> None:
     where = ["--address", services[1].address]
     loaded = ["lm", "lm", str(MODELS[DRAFTER].path), "--option=weights=int4"]
     assert main(["drafters", "load", *where, *loaded, "--activate"]) == 0
 
 
-def kill(services: Sequence[ServiceProcess]) -> None:
+def kill(services: Services) -> None:
     """Both services, one after the other."""
     for process in services:
         process.kill()
@@ -117,10 +116,7 @@ def kill(services: Sequence[ServiceProcess]) -> None:
 
 
 @pytest.mark.parametrize("act", [swap, kill])
-async def test_a_text_goes_on(
-    act: Callable[[Sequence[ServiceProcess]], None],
-    services: tuple[ServiceProcess, ServiceProcess],
-) -> None:
+async def test_a_text_goes_on(act: Callable[[Services], None], services: Services) -> None:
     address = services[0].address
     async with Client(address) as client:
         ids = (await client.model()).tokens(PROMPTS[1])
@@ -131,9 +127,7 @@ async def test_a_text_goes_on(
     assert found.token_ids == expected.token_ids
 
 
-def test_a_comparison_says_what_drafts_give(
-    services: tuple[ServiceProcess, ServiceProcess],
-) -> None:
+def test_a_comparison_says_what_drafts_give(services: Services) -> None:
     words = ["compare", TASKS[1], "--verifier-address", services[0].address, "--runs", "1"]
     done = run_python(*PACELINE, *words, "--max-new-tokens", "32")
     assert done.returncode == 0, done.stderr

@@ -14,17 +14,12 @@ from paceline.service.exchange import FramedSocket, PeerGone
 from paceline.service.messages import MessageTooLarge, count_fields, parse
 from paceline.v1 import exchange_pb2, tree_pb2, verifier_pb2
 
-EMPTY_DRAFTERS = exchange_pb2.DrafterList(drafters=[{}] * 1000).SerializeToString()
-
-
-def joining(lists: bytes) -> bytes:
-    return exchange_pb2.JoinRequest(
-        drafters=exchange_pb2.DrafterList.FromString(lists)
-    ).SerializeToString()
+Pair = tuple[FramedSocket, socket.socket]
 
 
 def test_fields_are_counted_at_any_depth() -> None:
-    assert count_fields(exchange_pb2.JoinRequest.DESCRIPTOR, joining(EMPTY_DRAFTERS)) == 1001
+    lists = exchange_pb2.JoinRequest(drafters=exchange_pb2.DrafterList(drafters=[{}] * 1000))
+    assert count_fields(type(lists).DESCRIPTOR, lists.SerializeToString()) == 1001
     trees = [exchange_pb2.DraftedTree(tree=tree_pb2.TokenTree(tokens=[1] * 9)) for _ in range(7)]
     message = exchange_pb2.JoinRequest(trees=trees, opened=[{}] * 3)
     assert count_fields(exchange_pb2.JoinRequest.DESCRIPTOR, message.SerializeToString()) == 24
@@ -69,7 +64,7 @@ def test_what_is_parsed_was_counted(shape: list[int]) -> None:
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[FramedSocket, socket.socket]]:
+def pair() -> Iterator[Pair]:
     near, far = socket.socketpair()
     with far:
         framed = FramedSocket(near, 1000)
@@ -77,7 +72,7 @@ def pair() -> Iterator[tuple[FramedSocket, socket.socket]]:
         framed.close()
 
 
-def test_few_messages_are_taken_at_a_time(pair: tuple[FramedSocket, socket.socket]) -> None:
+def test_few_messages_are_taken_at_a_time(pair: Pair) -> None:
     framed, far = pair
     far.sendall(b"\0\0\0\0" * 500)
     taken = 0
@@ -89,18 +84,14 @@ def test_few_messages_are_taken_at_a_time(pair: tuple[FramedSocket, socket.socke
     assert framed.receive(64) == []
 
 
-def test_one_read_at_a_time(
-    pair: tuple[FramedSocket, socket.socket], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_read_at_a_time(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "READ_BYTES", 10)
     framed, far = pair
     far.sendall(b"\x0c\0\0\0" + b"x" * 12 + b"\x01\0\0\0y")
     assert [framed.receive() for _ in range(4)] == [[], [b"x" * 12], [b"y"], []]
 
 
-def test_a_frame_that_is_too_long_ends_the_connection(
-    pair: tuple[FramedSocket, socket.socket],
-) -> None:
+def test_a_frame_that_is_too_long_ends_the_connection(pair: Pair) -> None:
     """When its length has come, and after the messages before it."""
     framed, far = pair
     far.sendall(b"\x01\0\0\0y" + (1001).to_bytes(4, "little"))
@@ -110,7 +101,7 @@ def test_a_frame_that_is_too_long_ends_the_connection(
         framed.receive(1)
 
 
-def test_the_last_messages_of_a_peer_are_read(pair: tuple[FramedSocket, socket.socket]) -> None:
+def test_the_last_messages_of_a_peer_are_read(pair: Pair) -> None:
     framed, far = pair
     far.sendall(b"\x01\0\0\0y" * 3)
     far.close()

@@ -133,9 +133,7 @@ async def test_readers_speak_tls_and_show_certificates(serve: Serve, pki: dict[s
 
 
 async def test_an_address_in_use_is_refused(serve: Serve) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(OptionsError, match=f"cannot serve metrics on {address}: .*in use"):
             await serve(metrics_address=address)

@@ -27,6 +27,7 @@ SELFSPEC = {
     "pages": "kv=follow,kv_policy=verified_pages",
 }  # self-speculation with each source of KV
 DRAFTERS = ("lm", *SELFSPEC)
+Services = tuple[ServiceProcess, ServiceProcess]  # a verifier and a drafter that joins it
 
 
 def loads(models: dict[str, Path], names: Sequence[str], prefix: str = "") -> list[str]:
@@ -42,9 +43,7 @@ def client_of(verifier: str, drafting: DraftOptions | None = None) -> Client:
 
 
 @pytest.fixture(scope="module")
-def processes(
-    models: dict[str, Path], sockets: Path
-) -> Iterator[tuple[ServiceProcess, ServiceProcess]]:
+def processes(models: dict[str, Path], sockets: Path) -> Iterator[Services]:
     """A verifier and a drafter that joins it, which run again after each test."""
     arguments = ["--target", str(models["llama"]), "--weights", "float32", "--lease-seconds", "5"]
     arguments.append("--no-prefix-caching")  # the KV of ended texts is freed at once
@@ -61,9 +60,7 @@ def processes(
 
 
 @pytest.fixture
-def services(
-    processes: tuple[ServiceProcess, ServiceProcess],
-) -> tuple[ServiceProcess, ServiceProcess]:
+def services(processes: Services) -> Services:
     wait_joined(processes[0].address)
     return processes
 
@@ -121,7 +118,7 @@ async def outputs(
     return [tokens for tokens, _ in results], sum((count for _, count in results), Counter())
 
 
-async def test_drafter_killed_and_back(services: tuple[ServiceProcess, ServiceProcess]) -> None:
+async def test_drafter_killed_and_back(services: Services) -> None:
     """SIGKILL of the drafter in mid-generation, and its return, change no token."""
     verifier, drafter = services
     prompts = make_prompts(6, seed=2)
@@ -134,9 +131,7 @@ async def test_drafter_killed_and_back(services: tuple[ServiceProcess, ServicePr
         assert again == expected
 
 
-async def test_a_drafter_stalls_while_it_maps_a_cache(
-    services: tuple[ServiceProcess, ServiceProcess],
-) -> None:
+async def test_a_drafter_stalls_while_it_maps_a_cache(services: Services) -> None:
     """The verifier frees the memory of an ended text that a stopped drafter still maps."""
     verifier, drafter = services
     (prompt,) = make_prompts(1, seed=7)
@@ -158,9 +153,7 @@ async def test_a_drafter_stalls_while_it_maps_a_cache(
         assert text.token_ids == expected.token_ids
 
 
-async def test_another_service_takes_over(
-    services: tuple[ServiceProcess, ServiceProcess], models: dict[str, Path]
-) -> None:
+async def test_another_service_takes_over(services: Services, models: dict[str, Path]) -> None:
     """Two services have the same drafter; the one that drafts for a text is killed in it."""
     verifier, _ = services
     (prompt,) = make_prompts(1, seed=9)
@@ -190,10 +183,7 @@ async def test_another_service_takes_over(
 
 @pytest.mark.parametrize("count", [16, pytest.param(200, marks=pytest.mark.slow)])
 async def test_many_rough_generations(
-    count: int,
-    services: tuple[ServiceProcess, ServiceProcess],
-    models: dict[str, Path],
-    sockets: Path,
+    count: int, services: Services, models: dict[str, Path], sockets: Path
 ) -> None:
     """Generations with cuts, cancellations and lost drafters: no leak."""
     verifier, _ = services
@@ -251,9 +241,7 @@ async def test_many_rough_generations(
 
 
 @pytest.mark.parametrize("drafters", [pytest.param(["none"], marks=pytest.mark.slow), DRAFTERS])
-async def test_verifier_killed_and_back(
-    drafters: Sequence[str], services: tuple[ServiceProcess, ServiceProcess]
-) -> None:
+async def test_verifier_killed_and_back(drafters: Sequence[str], services: Services) -> None:
     """SIGKILL and restart of the verifier: prefilled again, same tokens, its segments removed."""
     verifier, _ = services
     prompts = make_prompts(6, seed=3)

@@ -20,7 +20,6 @@ from paceline.v1 import verifier_pb2
 from paceline.verifier import build_service
 
 FIELDS: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True}
-STEP_FAILED = (grpc.StatusCode.INTERNAL, "STEP_FAILED")
 
 
 async def test_draining_lets_generations_end(client: Client) -> None:
@@ -64,9 +63,8 @@ async def test_model(client: Client, model: Path) -> None:
 
 
 async def test_a_lack_of_batch_invariance_is_reported_and_logged(
-    serve: Serve, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     found = BatchInvariance(False, "a layer of 8 to 9 differs; do this", "0" * 64)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # the result is kept there
     monkeypatch.setattr("paceline.verifier.model.check_batch_invariance", lambda decoder: found)

@@ -79,7 +79,7 @@ async def test_cancelled_at_any_moment_it_gives_its_place_back(
     assert compiler._waiting == 0
 
 
-async def test_without_files_it_may_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_files_it_may_be_tried_again() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     compiler = grammars()
     await compiler.compile("regex", "a+")

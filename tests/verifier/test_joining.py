@@ -184,9 +184,7 @@ async def test_a_socket_without_the_token_is_closed(client: Client) -> None:
     await until(lambda: not client.service.joined())
 
 
-async def test_connections_that_say_nothing(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_connections_that_say_nothing(client: Client) -> None:
     """Are closed when others come, however many they are; a service joins beside them."""
     path = await socket_path(client)
     silent = [await asyncio.open_unix_connection(path) for _ in range(2 * limits.HANDSHAKES)]
@@ -239,9 +237,7 @@ async def test_a_user_that_is_not_known_cannot_connect(
     await client.drafter_service.join()
 
 
-async def test_a_name_is_not_taken_from_a_known_service(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_name_is_not_taken_from_a_known_service(client: Client) -> None:
     service = client.drafter_service
     await service.join()
     servicer = client.service.exchange

@@ -80,18 +80,14 @@ async def test_a_grammar_forces_and_cuts(client: Client) -> None:
         assert each.checked_nodes <= len(drafted) - drafted.count(refused)
 
 
-async def test_a_text_without_a_drafter_has_none(client: Client) -> None:
-    await client.drafter_service.add(lambda *_: TokenTree.chain([1]))
-    _, rounds, _ = await client.run(PROMPT, "none", **LARGE)
-    assert not any(len(each.tree.tokens) for each in rounds)
-
-
 async def test_the_name_local_stands_for_them_alone(client: Client) -> None:
-    """Also where a service has joined. Where they have nothing to propose, they say so."""
+    """Also where a service has joined. Where they have nothing to propose, they say so; a text
+    without a drafter has no trees."""
     model = await client.stub.GetModel(verifier_pb2.GetModelRequest())
     assert model.local_sources == list(SOURCES)
     await client.drafter_service.add(lambda *_: TokenTree.chain([1]))
-    plain, _, _ = await client.run(PROMPT, "none", **LARGE)
+    plain, rounds, _ = await client.run(PROMPT, "none", **LARGE)
+    assert not any(len(each.tree.tokens) for each in rounds)
     for prompt, expected in ((PROMPT, plain), (text(8, 30), None)):
         tokens, rounds, _ = await client.run(prompt, "local", **LARGE)
         assert expected is None or tokens == expected
