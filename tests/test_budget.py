@@ -18,7 +18,7 @@ BUDGET = {
     "client": 17_639,
     "train": 6_099,
     "bench": 6_700,
-    "tests": 48_817,
+    "tests": 48_905,
 }  # maximum number of lines
 SLACK = 0.01  # a folder that is smaller than its budget by a larger share lowers it
 _PRODUCT = ("kernels", "services", "client")

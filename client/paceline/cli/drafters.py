@@ -25,7 +25,7 @@ from paceline.client import (
     DraftOptions,
     PacelineError,
     RetryOptions,
-    Stats,
+    RoundStats,
     UnavailableError,
     addresses_of,
     parse_addresses,
@@ -274,26 +274,21 @@ async def _check(
     """Generate greedily for every prompt with a loaded version, `NAME@VERSION`, of a drafter.
     Returns texts, drafted rounds, accepted length and draft time by name. Raises CommandError if
     the version failed, timed out, or drafted an invalid tree or none."""
-    total, why = Stats(), ""
     services = argparse.Namespace(**vars(args), retry_seconds=args.timeout)
     # Isolated: what the verifier remembers of equal texts would draft them without the version.
     drafting = DraftOptions(timeout=_CHECK_TIMEOUT, adaptive=False, isolated=True)
+    rounds, why = list[RoundStats](), "it drafted no tree"
     async with client_of(services, drafting=drafting) as client:
         for prompt in prompts:
             result = await client.generate(
                 prompt, max_new_tokens=_CHECK_TOKENS, drafter=drafter, deadline=args.timeout
             )
-            stats = result.stats
-            if stats.fallbacks:
-                why = f"failures while drafting: {dict(stats.fallbacks)}"
+            drafted = [entry for entry in result.stats.rounds if entry.drafted]
+            rounds += [e for e in drafted if f"{e.drafter}@{e.version}" == drafter]
+            if result.stats.fallbacks:
+                rounds, why = [], f"failures while drafting: {dict(result.stats.fallbacks)}"
                 break
-            total.merge(stats)
-    rounds = [
-        entry for entry in total.rounds
-        if entry.drafted and f"{entry.drafter}@{entry.version}" == drafter
-    ]  # fmt: skip
-    if why or not rounds:
-        why = why or "it drafted no tree"
+    if not rounds:
         raise CommandError(f"{drafter} was loaded, failed the check and was unloaded: {why}", 1)
     return {
         "texts": len(prompts),
