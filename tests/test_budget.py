@@ -16,9 +16,9 @@ BUDGET = {
     "services/verifier": 10_193,
     "services/drafter": 9_979,
     "client": 17_639,
-    "train": 6_099,
+    "train": 6_094,
     "bench": 6_700,
-    "tests": 48_905,
+    "tests": 48_917,
 }  # maximum number of lines
 SLACK = 0.01  # a folder that is smaller than its budget by a larger share lowers it
 _PRODUCT = ("kernels", "services", "client")

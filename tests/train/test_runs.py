@@ -152,6 +152,18 @@ def test_an_interrupted_run_goes_on_bit_for_bit(
     assert 0 < losses[-1] < losses[0]
 
 
+def test_what_is_measured_between_steps_changes_none(
+    trainers: dict[str, Train], make_run: MakeRun, tmp_path: Path
+) -> None:
+    losses = []
+    for name, seconds in (("often", 0.0), ("once", 1e6)):
+        run = make_run(name, 6, every=seconds, measure=seconds, log_steps=1)
+        trainers["dspark"](run, tmp_path / f"out of {name}")
+        log = torch.load(run.work / "run.pt", weights_only=True)["progress"]["log"]
+        losses.append([row["loss"] for row in log if "loss" in row])
+    assert losses[0] == losses[1]
+
+
 def test_parts_of_a_batch_add_up_to_it(
     target: Path, corpus: Corpus, make_run: MakeRun, tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from types import FrameType
@@ -82,15 +83,8 @@ class Optimizer:
         self._rates: list[float] = []
         if muon_rate and by_muon:
             matrices = [p for n, p in trained if n in by_muon]
-            self._parts.append(
-                optim.Muon(
-                    matrices,
-                    lr=muon_rate,
-                    momentum=0.95,
-                    weight_decay=0.01,
-                    adjust_lr_fn="original",
-                )
-            )
+            muon = partial(optim.Muon, momentum=0.95, weight_decay=0.01, adjust_lr_fn="original")
+            self._parts.append(muon(matrices, lr=muon_rate))
             self._rates.append(muon_rate)
         rest = [p for n, p in trained if n not in by_muon]
         fused = all(p.is_cuda for p in rest)
@@ -198,7 +192,8 @@ def train(
     def save(last: bool) -> None:
         nonlocal saved, measured
         if heldout is not None and (last or time.monotonic() - measured > run.measure):
-            progress.note(**heldout(model))
+            with torch.random.fork_rng([]):  # when it is measured changes no step
+                progress.note(**heldout(model))
             measured = time.monotonic()
         save_run(run.work, model, optimizer, batches, progress)
         saved = time.monotonic()
