@@ -87,13 +87,15 @@ async def test_followers_and_creators_that_take_nothing_lose_their_streams(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their connection takes 64 KiB, and what they ask for is longer."""
-    monkeypatch.setattr(limits, "WRITE_SECONDS", 0.1)
+    monkeypatch.setattr(limits, "WRITE_SECONDS", 0.5)
     monkeypatch.setattr(limits, "UNUSED_SECONDS", 1e6)
     async with serve() as client:
         request = verifier_pb2.CreateCacheRequest(
             prompt_tokens=[token % 60 for token in range(1500)], prompt_logprobs=20
         )
         created = await client.create(list(request.prompt_tokens))
+        store = client.service.store
+        [cache] = store
         async with grpc.aio.insecure_channel(
             client.address, options=[("grpc.http2.bdp_probe", 0)]
         ) as channel:
@@ -101,8 +103,6 @@ async def test_followers_and_creators_that_take_nothing_lose_their_streams(
             follow = kv_pb2_grpc.KvExchangeServiceStub(channel).FollowCache()
             subscribe = kv_pb2.FollowSubscribe(read_grant=created.read_grant, budget=1500)
             await follow.write(kv_pb2.FollowCacheRequest(subscribe=subscribe))
-            store = client.service.store
-            [cache] = store
             await until(lambda: len(cache.sequence.listeners) == 1 and len(store) == 2)
             await until(lambda: not cache.sequence.listeners and len(store) == 1)
             for call in (create, follow):
