@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from statistics import median
 from types import FrameType
@@ -83,8 +82,10 @@ class Optimizer:
         self._rates: list[float] = []
         if muon_rate and by_muon:
             matrices = [p for n, p in trained if n in by_muon]
-            muon = partial(optim.Muon, momentum=0.95, weight_decay=0.01, adjust_lr_fn="original")
-            self._parts.append(muon(matrices, lr=muon_rate))
+            muon = optim.Muon(
+                matrices, lr=muon_rate, momentum=0.95, weight_decay=0.01, adjust_lr_fn="original"
+            )
+            self._parts.append(muon)
             self._rates.append(muon_rate)
         rest = [p for n, p in trained if n not in by_muon]
         fused = all(p.is_cuda for p in rest)
